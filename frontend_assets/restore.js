@@ -53,6 +53,14 @@
     return new TextDecoder().decode(new Uint8Array(data.buffer, data.byteOffset + place[0] + 8, place[1] - place[0] - 8));
   };
 
+  // Returns the request of a result, or the request itself, with the version of the model that made it if a plan has it;
+  // `null` if it is neither.
+  const settingsOf = (made) => {
+    const request = made?.request ?? made;
+    if (typeof request?.prompt !== "string") return null;
+    return made.plan ? { ...request, model_version: made.plan.model_version ?? 1 } : request;
+  };
+
   // Returns the request of a video, `null` if it has none. Small pictures of its images are in the file too.
   const requestOf = async (file) => {
     let text;
@@ -63,9 +71,9 @@
       throw error;
     }
     try {
-      const { request, images } = JSON.parse(text).tandem;
-      window.tandem.thumbnails(images);
-      return request && typeof request.prompt === "string" ? request : null;
+      const made = JSON.parse(text).tandem;
+      window.tandem.thumbnails(made.images);
+      return settingsOf(made);
     } catch { return null; }
   };
 
@@ -74,8 +82,7 @@
     if (file.size > MAX_TEXT) throw new Damaged();
     let content;
     try { content = JSON.parse(await file.text()); } catch { throw new Damaged(); }
-    const request = content?.tandem?.request ?? content?.request ?? content;
-    return request && typeof request.prompt === "string" ? request : null;
+    return settingsOf(content?.tandem ?? content);
   };
 
   // Fills the form and shows it; the server lists the values that it does not take. Without settings, the reason

@@ -286,6 +286,7 @@ class ExecutionPlan(ResolvedRequest):
     Attributes:
         request: as it was asked for, to make a new plan after a fallback or out-of-memory.
         model_directory: the model's folder, or the file of its transformer.
+        model_version: as in `ModelSpec`.
         output: the MP4 to write.
         latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once: the
             clip, or a section.
@@ -335,6 +336,7 @@ class ExecutionPlan(ResolvedRequest):
     sections: int = 1
     prompts: int = 1
     guidance_reason: Fact | None = None
+    model_version: int = 1
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
 
     @field_validator("request", mode="wrap")
@@ -450,5 +452,6 @@ class ExecutionPlan(ResolvedRequest):
             "shift": self.shift,
             "shift_reason": str(self.shift_reason or ""),
             "guidance_reason": str(self.guidance_reason or ""),
+            "model_version": self.model_version,
             "expert_steps": dict(self.expert_steps),
         }

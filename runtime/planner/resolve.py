@@ -339,6 +339,7 @@ def _plan(
         image_position=_or(request.image_position, MIDDLE),
         request=request,
         model_directory=spec.location,
+        model_version=spec.version,
         output=output,
         latent_shape=workload.latent_shape,
         tokens=workload.tokens,

@@ -22,6 +22,7 @@ from runtime.ui.formatting import paragraph, render, sentences
 from runtime.ui.image_places import used_images
 from runtime.ui.jobs_panel import JobsPanel, failure, is_job_id, named, proportions
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
+from runtime.ui.restored import settings_of
 from runtime.video.similarity import Similarity
 from runtime.video.similarity import similarity as measured_similarity
 
@@ -314,6 +315,7 @@ class HistoryPanel(JobsPanel):
             "history_detail.html",
             job=job,
             request=job.request if saved is None else saved.request,
+            settings=job.request if saved is None else settings_of(saved),
             rows=rows,
             images=used_images({} if job.plan is None else job.plan.images),
             card=self._card(job),

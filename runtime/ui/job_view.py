@@ -36,6 +36,7 @@ from runtime.server.watchers import Watch
 from runtime.ui import fields, formatting
 from runtime.ui.formatting import page_text, render, sentences
 from runtime.ui.image_places import used_images
+from runtime.ui.restored import settings_of
 
 # At most this late, a page that has to end is noticed.
 _LOOK_SECONDS = 0.5
@@ -446,6 +447,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         "result.html",
         job=job.id,
         request=dict(saved.request),
+        settings=settings_of(saved),
         name=saved.video.name,
         address=address,
         panels=audience.panels,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.core.errors import TandemError
+from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact, shortened
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.models.catalogue import check_offered
@@ -14,6 +15,8 @@ from runtime.ui import fields
 from runtime.ui.formatting import page_text
 
 _MOST_NAMES = 100
+# Beside the request's fields: the version of the model that made the video, see `ModelSpec`.
+VERSION = "model_version"
 
 
 @dataclass(frozen=True)
@@ -25,19 +28,31 @@ class Refused:
     reason: str
 
 
+def settings_of(saved: VideoSaved) -> dict[str, Any]:
+    """Return the request of a finished video with the `VERSION` that made it, 1 if its plan is older than versions."""
+    return {**saved.request, VERSION: saved.plan.get("model_version", 1)}
+
+
 def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[dict[str, Any], list[Refused]]:
     """Return the settings that are valid by themselves, and the others. The names and values can be anything.
 
-    A request without a model is for the first one, as in the form.
+    A request without a model is for the first one, as in the form. If another `VERSION` of the model made the video,
+    the model is valid, and is listed too.
     """
     settings: dict[str, Any] = {} if "model" in stored else {"model": next(iter(models))}
     refused = []
     for name, value in list(stored.items())[:_MOST_NAMES]:
+        if name == VERSION:
+            continue
         try:
             _check(name, value, models)
             settings[name] = value
         except TandemError as error:
             refused.append(Refused(_label(name), shortened(value), page_text(error.fact).what))
+    spec, made = models.get(settings.get("model", "")), stored.get(VERSION)
+    if spec is not None and isinstance(made, int) and made != spec.version:
+        fact = Fact("form.other_version", {"made": shortened(made), "installed": spec.version})
+        refused.append(Refused(_label("model"), spec.title, page_text(fact).what))
     return settings, refused
 
 

@@ -245,7 +245,7 @@ def test_a_forecast_counts_the_steps_that_a_cache_computes(
     step_cache: str, tensors: int, computed: tuple[int, int], tmp_path: Path
 ) -> None:
     spec = find("diorama", tmp_path)
-    asked = {"steps": 20, "guidance_scale": 4.0}
+    asked: Any = {"steps": 20, "guidance_scale": 4.0}
     plain, cached = plan(spec, **asked), plan(spec, step_cache=step_cache, **asked)
     steps = dict(zip(("transformer", "transformer_2"), computed, strict=True))
     reason = {"step_cache": cached.step_cache, "computed": steps["transformer"], "steps": 9}

@@ -10,7 +10,6 @@ from PIL import Image
 from tools.diorama import export, grade, judge, nets, world
 from tools.diorama.render import Renderer
 
-OF_IMAGES = {"image_guidance_scale": 2.0}
 SETTINGS = {"width": 64, "height": 32, "frames": 5, "steps": 3, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
 
 
@@ -38,7 +37,8 @@ def test_settings_of_clips_from_images(tmp_path: Path) -> None:
     torch.manual_seed(0)
     export.export(tmp_path / "model", sizes=nets.REHEARSAL)
     pipe, defaults = grade.load(tmp_path / "model", torch.device("cpu"))
-    assert [grade.image_setting(pipe, defaults | own, "default")[1]["guidance_scale"] for own in ({}, OF_IMAGES)] == [1, 2]
+    for own, scale in (({}, 1), ({"image_guidance_scale": 2.0}, 2)):
+        assert grade.image_setting(pipe, defaults | own, "default")[1]["guidance_scale"] == scale
     pictures, clips = grade.images(world.sample(1, 5), SETTINGS, torch.device("cpu")), {}
     for spec in ("4,3", "1,1", "image,1.001,1.001", "image,4,3"):
         chosen_pipe, chosen = grade.image_setting(pipe, SETTINGS, spec)

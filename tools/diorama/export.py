@@ -25,6 +25,7 @@ DEFAULTS = {
 SIZES = [[192, 112], [112, 192], [128, 128], [160, 96]]
 FRAME_COUNTS = [17, 33, 49]
 FLOW_SHIFT = 5.0
+VERSION = 2  # 1 had experts of 6 blocks, 20 steps and guidance
 ABOUT = "Ships with Tandem: a drawn paper-cut world of boats, balloons, birds, trains and cats."
 BOUNDARY = 0.875
 # The parts of a model directory, and their names in checkpoints.
@@ -44,9 +45,9 @@ WORDS = {
 def sidecar(factors: list[list[float]], bias: list[float]) -> dict[str, object]:
     """What tandem.json holds: what diffusers' configs have no place for."""
     return {
-        "title": "Diorama", "license": "Apache-2.0", "about": ABOUT, "defaults": DEFAULTS, "sizes": SIZES,
-        "frame_counts": FRAME_COUNTS, "from_images": True, "latent_rgb_factors": factors, "latent_rgb_bias": bias,
-        "words": WORDS,
+        "title": "Diorama", "version": VERSION, "license": "Apache-2.0", "about": ABOUT, "defaults": DEFAULTS,
+        "sizes": SIZES, "frame_counts": FRAME_COUNTS, "from_images": True, "latent_rgb_factors": factors,
+        "latent_rgb_bias": bias, "words": WORDS,
     }  # fmt: skip
 
 

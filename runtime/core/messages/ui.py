@@ -98,6 +98,10 @@ MESSAGES: Mapping[str, Message] = {
     # The form.
     "form.value_not_offered": Message("The form does not offer it."),
     "form.value_replaced": Message("The form has {value} instead."),
+    "form.other_version": Message(
+        "Version {made} of the model made this video, and version {installed} is installed. The video will differ, and "
+        "other steps and guidance may suit it."
+    ),
     "form.empty": Message("{field:setting} is empty.", "Give a value such as {default:g}."),
     "form.incomplete": Message("The form is incomplete.", "Reload the page."),
     "form.image_is_path": Message(
