@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import SECTIONS
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job
 from tests.families import framepack_models
 from tests.image_files import saved
@@ -250,6 +252,14 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+
+def test_a_supervisor_ends_when_it_is_closed(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    supervisor = Supervisor(JobStore(tmp_path / "jobs.sqlite"), [])
+    supervisor.start()
+    supervisor.close()
+    assert set(threading.enumerate()) <= threads
 
 
 @pytest.mark.slow
