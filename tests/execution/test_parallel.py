@@ -22,6 +22,7 @@ from runtime.execution.components import components_of
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Limits
 from runtime.execution.parallel.proxies import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
+from runtime.execution.parallel.rank_process import Rank
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, install, share_tokens
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
@@ -163,6 +164,23 @@ def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
             share_tokens(module, tokens)
             denoiser(latents_of(spec, (1, 2, 6)), torch.tensor(500), texts()[0])
             assert counter.frame_count == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_process_keeps_the_texts_that_it_is_not_told_to_free(tmp_path: Path) -> None:
+    rank = Rank(0, Split(devices=("cpu",), guidance=1, sequence=1, decode=False), tmp_path)
+    returns_text: Any = lambda _latents, _timestep, text, _which: text  # noqa: E731
+    rank._denoisers["transformer"] = returns_text
+    latents, timestep = torch.zeros(1), torch.tensor(500)
+    sent = [torch.tensor([number]) for number in range(3)]
+    try:
+        for numbers, new, forgotten in (([0, 1], [0, 1], []), ([1, 2], [2], [0])):
+            task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False}
+            task |= {"new": new, "forget": forgotten}
+            _, results = rank.forward(task, [latents, timestep, *(sent[number] for number in new)])
+            assert [int(result) for result in results] == numbers
+            assert sorted(rank._texts) == numbers
     finally:
         dist.destroy_process_group()
 

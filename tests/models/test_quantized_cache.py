@@ -143,6 +143,9 @@ def spec(folder: Path, *files: Path, kept: tuple[str, ...] = ("proj_out",)) -> A
     return SimpleNamespace(directory=folder, single_files=single, unquantized=kept)
 
 
+PLAN = ComponentPlan(backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reasons=(), quantization="fp8")
+
+
 def test_weights_are_quantized_once(
     tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,9 +171,6 @@ def test_weights_are_quantized_once(
         assert len(loads) == expected
     first, *others = (module.state_dict() for module in modules)
     assert all(same(tensor, other[name]) for other in others for name, tensor in first.items())
-
-
-PLAN = ComponentPlan(backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reasons=(), quantization="fp8")
 
 
 def test_the_key_changes_with_files_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
