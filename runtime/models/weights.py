@@ -191,9 +191,9 @@ def _quantized(
     else:
         key = quantized_key(spec, name, part, dtype, cache.folder.parent)
         with contextlib.nullcontext() if fp8 else _library():
-            cached = cache.read(key, lambda: empty_module(spec, name), part.device)
-        module = load() if cached is None else cached
-        if cached is None:
+            cached_module = cache.read(key, lambda: empty_module(spec, name), part.device)
+        module = load() if cached_module is None else cached_module
+        if cached_module is None:
             cache.keep(key, module)
     if fp8:
         quantization.add_biases_apart(module)

@@ -275,7 +275,7 @@ def test_an_engine_is_built_for_one_compute_capability() -> None:
 
     trt = SimpleNamespace(ComputeCapability=SimpleNamespace(SM89="8.9", SM75="refused"))
     config = SimpleNamespace(num_compute_capabilities=0, set_compute_capability=target)
-    tensorrt_rtx._set_capability(trt, config, "999")  # is newer than the library
+    tensorrt_rtx._set_capability(trt, config, "999")  # newer than the library
     assert (config.num_compute_capabilities, targets) == (0, {})
     tensorrt_rtx._set_capability(trt, config, "89")
     assert (config.num_compute_capabilities, targets) == (1, {0: "8.9"})

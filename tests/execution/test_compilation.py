@@ -82,10 +82,10 @@ def test_kernels_of_flash_attention_are_cached_where_files_can_be_written(
     (tmp_path / "compiled").touch()
     cache_compiled_code_in(tmp_path / "compiled")
     assert not {FLASH4, USE_FLASH4} & os.environ.keys()
+    kernels = tmp_path / "new" / "compiled" / "flash4"
     for _ in range(2):
         forget_places(monkeypatch)
-        cache_compiled_code_in(tmp_path / "new" / "compiled")
-        kernels = tmp_path / "new" / "compiled" / "flash4"
+        cache_compiled_code_in(kernels.parent)
         assert kernels.is_dir()
         assert (os.environ[FLASH4], os.environ[USE_FLASH4]) == (str(kernels), "1")
 

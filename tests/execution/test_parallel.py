@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 import pytest
@@ -168,21 +168,23 @@ def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def test_a_process_keeps_the_texts_that_it_is_not_told_to_free(tmp_path: Path) -> None:
+def test_a_process_frees_texts_that_are_not_used_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rank, "_join", lambda *_: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     rank = Rank(0, Split(devices=("cpu",), guidance=1, sequence=1, decode=False), tmp_path)
-    returns_text: Any = lambda _latents, _timestep, text, _which: text  # noqa: E731
-    rank._denoisers["transformer"] = returns_text
+
+    def denoiser(latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, which: str) -> torch.Tensor:
+        return text
+
+    rank._denoisers["transformer"] = cast("Any", denoiser)
     latents, timestep = torch.zeros(1), torch.tensor(500)
-    sent = [torch.tensor([number]) for number in range(3)]
-    try:
-        for numbers, new, forgotten in (([0, 1], [0, 1], []), ([1, 2], [2], [0])):
-            task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False}
-            task |= {"new": new, "forget": forgotten}
-            _, results = rank.forward(task, [latents, timestep, *(sent[number] for number in new)])
-            assert [int(result) for result in results] == numbers
-            assert sorted(rank._texts) == numbers
-    finally:
-        dist.destroy_process_group()
+    steps: list[tuple[list[int], list[int], list[int]]] = [([0, 1], [0, 1], []), ([1, 2], [2], [0])]
+    for numbers, new, forget in steps:
+        task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False}
+        embeddings = [torch.tensor([number]) for number in new]
+        _, results = rank.forward({**task, "new": new, "forget": forget}, [latents, timestep, *embeddings])
+        assert [int(result) for result in results] == numbers
+        assert sorted(rank._texts) == numbers
 
 
 def test_each_text_is_sent_once_and_two_are_kept() -> None:

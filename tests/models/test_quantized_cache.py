@@ -152,11 +152,12 @@ def test_weights_are_quantized_once(
     """The library, which needs a GPU, is replaced by one that does not quantize."""
     loads: list[str] = []
 
-    def load(*arguments: Any) -> torch.nn.Module:
-        loads.append(arguments[1])
-        return from_library(*arguments[:3], {})
-
     from_library = weights._from_library
+
+    def load(spec: ModelSpec, name: str, dtype: torch.dtype, _: Any) -> Any:
+        loads.append(name)
+        return from_library(spec, name, dtype, {})
+
     monkeypatch.setattr(weights, "_from_library", load)
     monkeypatch.setattr(quantization, "loading_arguments", lambda *_: {"torch_dtype": torch.bfloat16})
     monkeypatch.setattr(quantization, "check_quantized", lambda *_: None)

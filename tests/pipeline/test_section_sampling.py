@@ -407,7 +407,7 @@ def test_guidance_leads_away_from_the_negative_prompt(reference: HunyuanVideoFra
     def decode(latents: torch.Tensor) -> torch.Tensor:
         return latents.new_zeros((latents.shape[2] - 1) * 4 + 1, 2, 2, 3)
 
-    def made(transformer: Computed, negative: torch.Tensor | None, scale: float) -> torch.Tensor:
+    def history(transformer: Computed, negative: torch.Tensor | None, scale: float) -> torch.Tensor:
         conditioning, progress = made_of_zeros(sections)
         prompts = Prompts(conditioning.prompts(sections[0]).positive, negative)
         guided = replace(conditioning, prompts=lambda _: prompts, true_guidance_scale=scale)
@@ -420,9 +420,9 @@ def test_guidance_leads_away_from_the_negative_prompt(reference: HunyuanVideoFra
     both = Computed(lambda latents: latents / 2, lambda latents: latents / 4)
     negative = torch.zeros(1, 1, 1)
     guided = Computed(lambda latents: latents / 4 + 3 * (latents / 2 - latents / 4))
-    torch.testing.assert_close(made(both, negative, 3.0), made(guided, None, 1.0))
+    torch.testing.assert_close(history(both, negative, 3.0), history(guided, None, 1.0))
     for negative_prompt, scale in ((negative, 1.0), (None, 3.0)):
-        assert torch.equal(made(both, negative_prompt, scale), made(halved, None, 1.0))
+        assert torch.equal(history(both, negative_prompt, scale), history(halved, None, 1.0))
 
 
 def test_a_video_is_made_from_what_was_encoded(tiny: Callable[[str], ModelSpec]) -> None:
@@ -431,11 +431,11 @@ def test_a_video_is_made_from_what_was_encoded(tiny: Callable[[str], ModelSpec])
     latents, embeds, text = torch.randn(1, 16, 2, 4, 8), torch.randn(1, 5, 4), torch.randn(1, 3, 4)
     encoded = Conditioning(text, -text, GivenFrames("sections", latents), (), embeds)
     for embedded, scale in ((6.0, 6.0), (None, 1.0)):
-        made = conditioning_of(plan.replace(embedded_guidance=embedded), spec, encoded)
-        assert (made.guidance_scale, made.true_guidance_scale) == (scale, plan.guidance_scale)
-    assert made.last_image is not None and made.image_embeds is embeds
-    assert torch.equal(torch.cat([made.image, made.last_image], dim=2), latents)
-    prompts = made.prompts(sections_of(plan, spec)[1])
+        conditioning = conditioning_of(plan.replace(embedded_guidance=embedded), spec, encoded)
+        assert (conditioning.guidance_scale, conditioning.true_guidance_scale) == (scale, plan.guidance_scale)
+    assert conditioning.last_image is not None and conditioning.image_embeds is embeds
+    assert torch.equal(torch.cat([conditioning.image, conditioning.last_image], dim=2), latents)
+    prompts = conditioning.prompts(sections_of(plan, spec)[1])
     assert prompts.positive is text and prompts.negative is encoded.negative
 
 

@@ -168,8 +168,8 @@ def test_the_wait_is_known_if_all_that_is_ahead_has_a_forecast(
     # A video that runs counts with the time that it still takes.
     started = queue.store.order.claim("app.0", ["video"])
     assert started is not None and started.id == first.id
-    for done in (Planned(plan=first.plan), StageStarted(stage="denoise", part="transformer")):
-        queue.store.log.append(first.id, done.model_dump(mode="json"))
+    for progress in (Planned(plan=first.plan), StageStarted(stage="denoise", part="transformer")):
+        queue.store.log.append(first.id, progress.model_dump(mode="json"))
     first.refresh()
     assert first.seconds_left is not None and first.seconds_left < 0.4 * video
     assert queue.seconds_until(queue.ahead(second)) == pytest.approx(first.seconds_left, abs=0.4 * video)

