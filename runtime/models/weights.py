@@ -177,18 +177,23 @@ def _quantized(
     """Load a transformer with weights that are quantized here, without LoRAs; return also the dtype it computes in."""
     arguments = quantization.loading_arguments(part, spec.unquantized)
     dtype, fp8 = arguments["torch_dtype"], part.quantization == quantization.FP8
-    key, module = None, None
-    if cache is not None:
-        key = quantized_key(spec, name, part, dtype, cache.folder.parent)
-        with contextlib.nullcontext() if fp8 else _library():
-            module = cache.read(key, lambda: empty_module(spec, name), part.device)
-    if module is None:
+
+    def load() -> torch.nn.Module:
         if fp8:
             module = _loaded(spec, name, part.device, Filling(dtype, spec.unquantized, fp8=True))
         else:
             module = _from_library(spec, name, dtype, arguments)
         quantization.check_quantized(module, part.quantization, name, spec.title)
-        if cache is not None and key is not None:
+        return module
+
+    if cache is None:
+        module = load()
+    else:
+        key = quantized_key(spec, name, part, dtype, cache.folder.parent)
+        with contextlib.nullcontext() if fp8 else _library():
+            cached_module = cache.read(key, lambda: empty_module(spec, name), part.device)
+        module = load() if cached_module is None else cached_module
+        if cached_module is None:
             cache.keep(key, module)
     if fp8:
         quantization.add_biases_apart(module)

@@ -221,6 +221,18 @@ def test_bad_latents_are_refused_and_leave_nothing(
     assert not list(tmp_path.glob(".tandem*"))
 
 
+def test_bad_latents_of_a_video_model_are_refused_whatever_the_tiles(
+    tiny: Callable[[str], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tiny("wan2.1")
+    latents = values(spec.vae.z_dim, 2, 4, 4)
+    latents[0, 1] = np.nan
+    np.save(tmp_path / "nan.npy", latents)
+    command = ["decode", str(tmp_path / "nan.npy"), "--model", str(spec.directory), "--out", str(tmp_path / "x.mp4")]
+    refusal = refused(command, capsys, began=True)
+    assert (refusal.code, refusal.data["frame"]) == ("latents.not_finite", 1)
+
+
 def test_bad_arguments_are_refused(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:

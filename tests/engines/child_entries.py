@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,19 @@ def babble(job: Job, report: Report) -> dict[str, Any]:
 def show_progress(job: object, report: Report) -> dict[str, Any]:
     """Show progress with tqdm, as libraries do."""
     return {"counted": len(list(tqdm(range(3))))}
+
+
+def show_temporary_folders(job: object, report: Report) -> dict[str, Any]:
+    """Return the folders of temporary files, of this process and of compilers."""
+    names = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    return {"folders": [str(Path.cwd()), tempfile.gettempdir(), *(os.environ[name] for name in names)]}
+
+
+def pause(job: object, report: Report) -> dict[str, Any]:
+    """Report nothing for a few seconds, then leave a file."""
+    time.sleep(5)
+    Path("ended").touch()
+    return {}
 
 
 def die(job: Job, report: Report) -> dict[str, Any]:

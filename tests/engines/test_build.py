@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from runtime.engines import build as build_module
 from runtime.engines.build import BuildRequest, Entry, build_engine
 from runtime.engines.builders import BuildNeeds
 from runtime.engines.builders.inductor import InductorBuilder
+from runtime.engines.child import run_child
 from runtime.engines.store import EngineStore
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import EngineRecord
@@ -170,6 +172,24 @@ def test_a_child_that_uses_tqdm_leaves_no_semaphores(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("{'counted': 3}\n", "")
+
+
+def test_temporary_files_of_a_child_are_in_its_folder(tmp_path: Path) -> None:
+    outcome = run_child(child_entries.show_temporary_folders, None, tmp_path, tmp_path / "log", ignore, lambda: None)
+    assert outcome.result is not None, outcome.log
+    assert all(Path(folder).is_relative_to(tmp_path) for folder in outcome.result["folders"])
+
+
+def test_a_child_that_reports_nothing_is_cancelled(tmp_path: Path) -> None:
+    checks = count()
+
+    def cancel() -> None:
+        if next(checks):
+            raise CancelledError
+
+    with pytest.raises(CancelledError):
+        run_child(child_entries.pause, None, tmp_path, tmp_path / "log", ignore, cancel)
+    assert not (tmp_path / "ended").exists()
 
 
 @pytest.mark.usefixtures("spawned_children")

@@ -264,6 +264,51 @@ def test_a_layer_is_one_line_of_json() -> None:
     assert len(tensorrt.layer_line("{" * 1000)) < 500
 
 
+def test_the_log_of_tensorrt_is_collected_by_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ILogger:
+        INTERNAL_ERROR, ERROR, WARNING, INFO, VERBOSE = range(5)
+
+    monkeypatch.setattr(tensorrt_library, "load", lambda *_, **__: SimpleNamespace(ILogger=ILogger))
+    logger = tensorrt_library.logger.__wrapped__("tensorrt")
+    lines: list[str] = []
+    with tensorrt_library.listen(lambda line, _: lines.append(line)) as messages:
+        logger.log(ILogger.INTERNAL_ERROR, "assertion\n")
+        logger.log(ILogger.ERROR, "no kernel")
+        logger.log(ILogger.WARNING, "slow")
+        logger.log(ILogger.INFO, "a phase")
+        logger.log(ILogger.VERBOSE, "a tactic")
+        # TensorRT for RTX lists the layers as information.
+        logger.log(ILogger.INFO, "Layers:\nName: a, LayerType: gemm\nName: b, LayerType: kgen\n\nBindings:\nx\n")
+    logger.log(ILogger.ERROR, "another build's")
+    assert (messages.errors, messages.warnings) == (["assertion", "no kernel"], ["slow"])
+    assert messages.layers == ("Name: a, LayerType: gemm", "Name: b, LayerType: kgen")
+    assert len(lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("strongly_typed", "precision", "flags"),
+    [
+        (False, "float32", {"OTHER"}),
+        (False, "float16", {"OTHER", "FP16"}),
+        (True, "float16", {"OTHER"}),
+        (True, "bfloat16", {"OTHER"}),
+    ],
+)
+def test_factors_in_float32_are_not_rounded(strongly_typed: bool, precision: str, flags: set[str]) -> None:
+    """TensorRT sets the flag TF32 by default."""
+    networks = SimpleNamespace(STRONGLY_TYPED=1) if strongly_typed else SimpleNamespace()
+    trt = SimpleNamespace(
+        BuilderFlag=SimpleNamespace(TF32="TF32", FP16="FP16"), NetworkDefinitionCreationFlag=networks, __version__="8.6"
+    )
+    all_flags = {"TF32", "OTHER"}
+    config = SimpleNamespace(clear_flag=all_flags.discard, set_flag=all_flags.add)
+    tensorrt._set_precision(trt, config, precision)
+    assert all_flags == flags
+    if not strongly_typed:
+        with refusal("engine.tensorrt_without_bfloat16"):
+            tensorrt._set_precision(trt, config, "bfloat16")
+
+
 def test_one_profile_encloses_several() -> None:
     other = ShapeProfile((2, 2, 8), (4, 4, 9), (4, 4, 20))
     assert tensorrt.enclosing([VARIED]) == VARIED

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from runtime.core.facts import Fact
 from runtime.engines import onnx_export
 from runtime.engines.block_programs import BlockProgram
 from runtime.engines.build import BuildJob, BuildRequest, Job, start_child
-from runtime.engines.builders import BUILDERS
+from runtime.engines.builders import BUILDERS, tensorrt_rtx
 from runtime.engines.child import Report
 from runtime.engines.component_programs import Program
 from runtime.engines.onnx_export import export_onnx
@@ -33,6 +34,7 @@ from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.choice.key_differences import differences
 from tests.conftest import build_once
 from tests.engines.contract import wheels
+from tests.engines.engine_files import refusal
 from tests.plans import GPU_PACKAGES, gpu, machine
 from tests.tiny_models import SHALLOW_TI2V
 
@@ -262,6 +264,23 @@ def test_the_library_has_the_names_that_sessions_use() -> None:
         trt.IExecutionContext: ("execute_async_v3", "set_device_memory", "set_input_shape", "set_tensor_address"),
     }
     assert [name for kind, names in used.items() for name in names if not hasattr(kind, name)] == []
+
+
+def test_an_engine_is_built_for_one_compute_capability() -> None:
+    targets: dict[int, str] = {}
+
+    def target(capability: str, index: int) -> bool:
+        targets[index] = capability
+        return capability != "refused"
+
+    trt = SimpleNamespace(ComputeCapability=SimpleNamespace(SM89="8.9", SM75="refused"))
+    config = SimpleNamespace(num_compute_capabilities=0, set_compute_capability=target)
+    tensorrt_rtx._set_capability(trt, config, "999")  # newer than the library
+    assert (config.num_compute_capabilities, targets) == (0, {})
+    tensorrt_rtx._set_capability(trt, config, "89")
+    assert (config.num_compute_capabilities, targets) == (1, {0: "8.9"})
+    with refusal("engine.rtx_capability_refused"):
+        tensorrt_rtx._set_capability(trt, config, "75")
 
 
 def test_the_key_names_the_compute_capability(tiny: Callable[[str], ModelSpec]) -> None:

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.request import ATTENTIONS
+from runtime.execution import attention as attention_module
 from runtime.execution.attention import attention, problem
 from runtime.execution.fp8_attention import attend_fp8, scale_for, to_fp8
 
@@ -62,6 +63,7 @@ def test_quantized_values_use_the_range_of_e4m3() -> None:
     values = to_fp8(torch.tensor([-3.0, 0.01, 1.5]), scale)
     assert values.float().tolist()[0] == -448.0
     assert (values.float() / scale).tolist() == pytest.approx([-3.0, 0.01, 1.5], rel=0.05)
+    assert scale_for(torch.tensor(0.5)).item() == 896.0
     scale = scale_for(torch.tensor(0.0))
     assert to_fp8(torch.zeros(3), scale).float().tolist() == [0.0, 0.0, 0.0]
     assert torch.isfinite(scale)
@@ -78,3 +80,12 @@ def test_each_kernel_is_checked_before_use(kind: str) -> None:
         assert why.data["attention"] == kind
         assert why.data["reason"]
         assert "\n" not in why.data["reason"]
+
+
+def test_a_kernel_for_which_memory_runs_out_is_not_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_out(*_: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setitem(attention_module._KINDS, "flash", run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        problem("flash", "cpu", torch.float32, 40)

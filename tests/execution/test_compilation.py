@@ -75,13 +75,19 @@ def test_inductor_caches_compiled_code_on_disk(tmp_path: Path, monkeypatch: pyte
     assert os.environ[USE_FLASH4] == "1"
 
 
-def test_kernels_of_flash_attention_are_not_cached_where_nothing_can_be_written(
+def test_kernels_of_flash_attention_are_cached_where_files_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget_places(monkeypatch)
     (tmp_path / "compiled").touch()
     cache_compiled_code_in(tmp_path / "compiled")
     assert not {FLASH4, USE_FLASH4} & os.environ.keys()
+    kernels = tmp_path / "new" / "compiled" / "flash4"
+    for _ in range(2):
+        forget_places(monkeypatch)
+        cache_compiled_code_in(kernels.parent)
+        assert kernels.is_dir()
+        assert (os.environ[FLASH4], os.environ[USE_FLASH4]) == (str(kernels), "1")
 
 
 @pytest.mark.slow
@@ -129,13 +135,18 @@ def test_any_number_of_sizes_is_compiled() -> None:
 @pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_out_of_memory_is_not_a_compilation_failure() -> None:
+    calls = 0
+
     def full(_: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
         raise MemoryError
 
     step = CompiledStep(lambda x: x)
     step._compiled = full
     with pytest.raises(MemoryError):
         step(torch.zeros(1))
+    assert calls == 1
 
 
 @pytest.mark.usefixtures("traced")

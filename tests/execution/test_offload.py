@@ -102,6 +102,17 @@ def test_a_component_moves_to_its_device_and_back_unchanged() -> None:
         assert [tensor.data_ptr() for tensor in tensors(module)] == before
 
 
+def test_quantized_weights_move_to_their_device() -> None:
+    module = layers()
+    placed = place(module, "whole", part("meta", quantization="bnb-4bit"))
+    assert not placed.waits_elsewhere  # they are quantized on the device
+    placed.to_host()
+    assert placed.waits_elsewhere
+    placed.to_device()
+    assert not placed.waits_elsewhere
+    assert {tensor.device.type for tensor in tensors(module)} == {"meta"}
+
+
 def test_weights_stay_in_memory_if_the_device_is_full() -> None:
     module = layers()
     placed = place(module, "whole", part("cuda:99"))

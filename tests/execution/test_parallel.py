@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import psutil
 import pytest
@@ -22,6 +22,7 @@ from runtime.execution.components import components_of
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Limits
 from runtime.execution.parallel.proxies import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
+from runtime.execution.parallel.rank_process import Rank
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, install, share_tokens
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
@@ -165,6 +166,25 @@ def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
             assert counter.frame_count == 1
     finally:
         dist.destroy_process_group()
+
+
+def test_a_process_frees_texts_that_are_not_used_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rank, "_join", lambda *_: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    rank = Rank(0, Split(devices=("cpu",), guidance=1, sequence=1, decode=False), tmp_path)
+
+    def denoiser(latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, which: str) -> torch.Tensor:
+        return text
+
+    rank._denoisers["transformer"] = cast("Any", denoiser)
+    latents, timestep = torch.zeros(1), torch.tensor(500)
+    steps: list[tuple[list[int], list[int], list[int]]] = [([0, 1], [0, 1], []), ([1, 2], [2], [0])]
+    for numbers, new, forget in steps:
+        task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False}
+        embeddings = [torch.tensor([number]) for number in new]
+        _, results = rank.forward({**task, "new": new, "forget": forget}, [latents, timestep, *embeddings])
+        assert [int(result) for result in results] == numbers
+        assert sorted(rank._texts) == numbers
 
 
 def test_each_text_is_sent_once_and_two_are_kept() -> None:

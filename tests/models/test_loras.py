@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from runtime.core.errors import InvalidRequestError, ModelError
@@ -15,7 +17,7 @@ from runtime.core.facts import Fact
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
 from runtime.families.wan.lora_names import DISTILLED, NAMES, weight_shape
-from runtime.models import loras
+from runtime.models import lora_fusing, loras
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
@@ -170,6 +172,22 @@ def test_a_lora_that_changed_since_planning_is_refused(spec: ModelSpec, tmp_path
     with pytest.raises(ModelError) as refused:
         loaded(given)
     assert refused.value.fact == Fact("lora.changed", {"lora": "a"})
+
+
+@pytest.mark.parametrize("error", [OSError("Input/output error"), SafetensorError("HeaderTooLarge")])
+def test_a_lora_that_cannot_be_read_is_an_error(
+    error: Exception, spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = lora_files.save(tmp_path / "a.safetensors", lora_files.peft(factors(spec.transformer)))
+    given = with_loras(spec, [Lora(str(path))], tmp_path)
+
+    def unreadable(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(lora_fusing, "safe_open", unreadable)
+    with pytest.raises(ModelError) as refused:
+        loaded(given)
+    assert refused.value.fact == Fact("lora.fusing_failed", {"reason": str(error)})
 
 
 def test_every_shape_in_the_table_equals_the_transformers(tiny: Tiny) -> None:

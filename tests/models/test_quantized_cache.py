@@ -1,6 +1,7 @@
 """The cache of quantized weights and the files it consists of. The libraries' formats: `test_quantization`."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ import torch
 
 from runtime.core.errors import ModelError
 from runtime.core.plan import ComponentPlan
-from runtime.models import quantized_cache
+from runtime.models import quantization, quantized_cache, weights
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
+from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import file_tensors
 from runtime.models.tensor_stream import checksum, stream_tensors, write_tensors
+from runtime.models.weights import load_module
 
 TENSORS = {
     "matrix": torch.randn(70, 9).bfloat16(),
@@ -141,6 +144,34 @@ def spec(folder: Path, *files: Path, kept: tuple[str, ...] = ("proj_out",)) -> A
 
 
 PLAN = ComponentPlan(backend="pytorch", device="cpu", dtype="bfloat16", weights_bytes=0, reasons=(), quantization="fp8")
+
+
+def test_weights_are_quantized_once(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library, which needs a GPU, is replaced by one that does not quantize."""
+    loads: list[str] = []
+
+    from_library = weights._from_library
+
+    def load(spec: ModelSpec, name: str, dtype: torch.dtype, _: Any) -> Any:
+        loads.append(name)
+        return from_library(spec, name, dtype, {})
+
+    monkeypatch.setattr(weights, "_from_library", load)
+    monkeypatch.setattr(quantization, "loading_arguments", lambda *_: {"torch_dtype": torch.bfloat16})
+    monkeypatch.setattr(quantization, "check_quantized", lambda *_: None)
+    monkeypatch.setattr(quantized_cache, "prepare", lambda *_: None)
+    monkeypatch.setattr(quantized_cache, "version", lambda _: "1")
+    modules = []
+    for expected in (1, 1, 2):
+        cache = QuantizedCache(tmp_path / "quantized") if expected == 1 else None
+        modules.append(load_module(tiny("wan2.1"), "transformer", PLAN.replace(quantization="bnb-4bit"), cache=cache))
+        if cache is not None:
+            cache.finish(30)
+        assert len(loads) == expected
+    first, *others = (module.state_dict() for module in modules)
+    assert all(same(tensor, other[name]) for other in others for name, tensor in first.items())
 
 
 def test_the_key_changes_with_files_and_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

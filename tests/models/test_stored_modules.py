@@ -65,7 +65,12 @@ def test_both_names_of_a_tied_weight_may_be_in_files(tiny: Tiny, tmp_path: Path)
         library = weights._from_library(found, "text_encoder", torch.float32, {})
         own: Any = load(found, "text_encoder")
         assert same(own, library)
+        assert read_spec(folder, "copy").parameters == found.parameters
         assert (own.shared.weight is own.encoder.embed_tokens.weight) == (change == 0)
+    # Either name alone counts.
+    del state["shared.weight"]
+    save_file(state, path)
+    assert read_spec(folder, "copy").parameters == found.parameters
 
 
 def _copied(spec: ModelSpec, folder: Path) -> ModelSpec:

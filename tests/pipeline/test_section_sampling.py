@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -16,10 +17,13 @@ from safetensors.torch import load, save
 
 from runtime.core.cancel import Cancel, CancelledError, PausedError
 from runtime.core.errors import BadResultError
+from runtime.execution.components import UNPROMPTED
 from runtime.families.framepack import components
 from runtime.families.framepack.image_encoder import image_latents, pixels_of
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.models.sections import SamplingType, Sections
+from runtime.models.spec import ModelSpec, SectionSpec
+from runtime.pipeline.sampling import Conditioning, GivenFrames
 from runtime.pipeline.section_sampling import (
     FinishedSection,
     Prompts,
@@ -27,9 +31,12 @@ from runtime.pipeline.section_sampling import (
     SectionedVideo,
     SectionProgress,
     StepResult,
+    conditioning_of,
     finished_sections,
+    sections_of,
 )
 from tests.families.framepack_models import LATENT_CHANNELS, pipeline
+from tests.plans import tiny_plan
 
 INVERTED, VANILLA = SamplingType.INVERTED_ANTI_DRIFTING, SamplingType.VANILLA
 WINDOW, STEPS, SEED = 3, 2, 7
@@ -267,14 +274,18 @@ def test_each_section_has_its_prompt(reference: HunyuanVideoFramepackPipeline) -
 
 
 class Computed:
-    """A transformer that computes its prediction from the latents alone."""
+    """A transformer that computes its prediction from the latents alone, by one function for each kind of prompt."""
 
     pairs = False
     pair: Any = None
     reset_cache: Any = None
 
-    def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._compute = compute
+    def __init__(
+        self,
+        compute: Callable[[torch.Tensor], torch.Tensor],
+        unprompted: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._compute, self._unprompted = compute, unprompted or compute
 
     def see(self, inputs: Any) -> None:
         """Ignore what a section is sampled from."""
@@ -282,8 +293,8 @@ class Computed:
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = ""
     ) -> torch.Tensor:
-        """Return the prediction."""
-        return self._compute(latents)
+        """Return the prediction, for the negative prompt that of another function if there is one."""
+        return (self._unprompted if which == UNPROMPTED else self._compute)(latents)
 
 
 halved = Computed(lambda latents: latents / 2)
@@ -388,6 +399,44 @@ def test_cancelling_takes_effect_between_the_passes_of_a_step(reference: Hunyuan
     with pytest.raises(CancelledError):
         next(made)
     assert calls == 1
+
+
+def test_guidance_leads_away_from_the_negative_prompt(reference: HunyuanVideoFramepackPipeline) -> None:
+    sections = Sections(1, VANILLA, WINDOW)
+
+    def decode(latents: torch.Tensor) -> torch.Tensor:
+        return latents.new_zeros((latents.shape[2] - 1) * 4 + 1, 2, 2, 3)
+
+    def history(transformer: Computed, negative: torch.Tensor | None, scale: float) -> torch.Tensor:
+        conditioning, progress = made_of_zeros(sections)
+        prompts = Prompts(conditioning.prompts(sections[0]).positive, negative)
+        guided = replace(conditioning, prompts=lambda _: prompts, true_guidance_scale=scale)
+        video = SectionedVideo(sections, guided, reference.scheduler, STEPS, 0)
+        (section,) = finished_sections(
+            video, progress, lambda: nullcontext(transformer), lambda: nullcontext(decode), Cancel()
+        )
+        return section.progress.history
+
+    both = Computed(lambda latents: latents / 2, lambda latents: latents / 4)
+    negative = torch.zeros(1, 1, 1)
+    guided = Computed(lambda latents: latents / 4 + 3 * (latents / 2 - latents / 4))
+    torch.testing.assert_close(history(both, negative, 3.0), history(guided, None, 1.0))
+    for negative_prompt, scale in ((negative, 1.0), (None, 3.0)):
+        assert torch.equal(history(both, negative_prompt, scale), history(halved, None, 1.0))
+
+
+def test_a_video_is_made_from_what_was_encoded(tiny: Callable[[str], ModelSpec]) -> None:
+    spec = replace(tiny("wan2.1"), section=SectionSpec(latent_frames=9, sampling_type="vanilla"))
+    plan = tiny_plan(spec, Path("x.mp4"), frames=73)
+    latents, embeds, text = torch.randn(1, 16, 2, 4, 8), torch.randn(1, 5, 4), torch.randn(1, 3, 4)
+    encoded = Conditioning(text, -text, GivenFrames("sections", latents), (), embeds)
+    for embedded, scale in ((6.0, 6.0), (None, 1.0)):
+        conditioning = conditioning_of(plan.replace(embedded_guidance=embedded), spec, encoded)
+        assert (conditioning.guidance_scale, conditioning.true_guidance_scale) == (scale, plan.guidance_scale)
+    assert conditioning.last_image is not None and conditioning.image_embeds is embeds
+    assert torch.equal(torch.cat([conditioning.image, conditioning.last_image], dim=2), latents)
+    prompts = conditioning.prompts(sections_of(plan, spec)[1])
+    assert prompts.positive is text and prompts.negative is encoded.negative
 
 
 def test_nan_is_refused(reference: HunyuanVideoFramepackPipeline) -> None:

@@ -176,6 +176,11 @@ def test_auto_uses_identical_gpus_and_one_for_small_models() -> None:
     assert alone.split is None
     assert Fact("planner.one_gpu_memory") in alone.warnings
     assert alone.strategy.offload == "group"
+    tiny = on(*[replace(H200, free_bytes=1 * GIB)] * 2, ram_gib=1)
+    for gpus in (2, "auto"):
+        with pytest.raises(MemoryShortError) as caught:
+            plan(A14B, tiny, gpus=gpus)
+        assert caught.value.strategies and caught.value.code != "planner.use_one_gpu"
 
 
 def test_only_the_permitted_gpus_are_used() -> None:

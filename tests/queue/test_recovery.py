@@ -376,9 +376,11 @@ def test_files_of_killed_jobs_are_removed(store: JobStore, tmp_path: Path) -> No
     kept = add_job(store)
     for name in (kept.id, "0123abcd", "instances", "something"):
         (tmp_path / "jobs" / name).mkdir(parents=True)
+    # What cannot be removed, here a link, stays, and the queue starts all the same.
+    (tmp_path / "jobs" / "4567cdef").symlink_to(tmp_path / "jobs" / "something")
     storage.tidy(store, outputs)
     assert list(outputs.iterdir()) == []
-    assert {entry.name for entry in (tmp_path / "jobs").iterdir()} == {kept.id, "instances", "something"}
+    assert {entry.name for entry in (tmp_path / "jobs").iterdir()} == {kept.id, "instances", "something", "4567cdef"}
 
 
 def test_folders_of_jobs_in_a_damaged_store_are_kept(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.core.events import TerminalEvent, VideoSaved
+from runtime.core.events import Planned, StageStarted, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact, sentence
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -165,6 +165,14 @@ def test_the_wait_is_known_if_all_that_is_ahead_has_a_forecast(
     queue.store.log.append(started.id, {"event": "PutBack"})
     builds[0].refresh()
     assert builds[0].seconds_left == 200.0
+    # A video that runs counts with the time that it still takes.
+    started = queue.store.order.claim("app.0", ["video"])
+    assert started is not None and started.id == first.id
+    for progress in (Planned(plan=first.plan), StageStarted(stage="denoise", part="transformer")):
+        queue.store.log.append(first.id, progress.model_dump(mode="json"))
+    first.refresh()
+    assert first.seconds_left is not None and first.seconds_left < 0.4 * video
+    assert queue.seconds_until(queue.ahead(second)) == pytest.approx(first.seconds_left, abs=0.4 * video)
     queue.close()
 
 

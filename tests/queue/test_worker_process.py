@@ -1,5 +1,6 @@
 """Worker processes: the app that supervises them imports no torch, and jobs resume after a worker died."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import SECTIONS
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
+from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job
 from tests.families import framepack_models
 from tests.image_files import saved
@@ -250,6 +253,16 @@ def main():
 if __name__ == "__main__":
     main()
 """
+
+
+def test_a_supervisor_ends_when_it_is_closed(tmp_path: Path) -> None:
+    threads_before = threading.enumerate()
+    with contextlib.closing(JobStore(tmp_path / "jobs.sqlite")) as store:
+        supervisor = Supervisor(store, [])
+        supervisor.start()
+        supervisor.close()
+        new_threads = [thread for thread in threading.enumerate() if thread not in threads_before]
+        assert not any(thread.name == "supervisor" for thread in new_threads)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import sys
 import threading
 import time
@@ -25,11 +26,12 @@ from runtime.core.request import FIELDS
 from runtime.pipeline.files import CLIP, clip_name
 from runtime.queue.store import JobStore
 from runtime.server.serve import until_stopped
-from runtime.server.video_requests import _from_json
+from runtime.server.video_requests import _from_json, request_of
 from runtime.video.mp4 import read_metadata
 from tests.app_server import MODEL, ROOT, App, make_cache, serving, serving_here
 from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
+from tests.queue.samples import add_job
 from tests.waiting import until
 
 openai = pytest.importorskip("openai")
@@ -230,6 +232,17 @@ def test_forms_of_data_urls(tmp_path: Path, subtests: pytest.Subtests) -> None:
             _from_json(json.dumps({"prompt": "a", "image": {"image_url": url}}).encode())
 
 
+def test_images_are_copies_and_not_paths(tmp_path: Path) -> None:
+    values = {"prompt": "a", "model": MODEL}
+    copies = {"image": "sha256:" + "0" * 64 + "/a.png"}
+    assert request_of(values, copies).image == copies["image"]
+    for name in ("image", "last_image"):
+        for images in ({}, copies):
+            with pytest.raises(InvalidRequestError) as refused:
+                request_of({**values, name: str(saved(tmp_path / "a.png"))}, images)
+            assert (refused.value.field, refused.value.code) == (name, "server.api_image")
+
+
 def test_bodies_that_cannot_be_read_are_refused(http: httpx.Client, subtests: pytest.Subtests) -> None:
     for body, kind, status, code in (
         (b"{", "application/json", 400, "server.api_not_json"),
@@ -386,6 +399,17 @@ def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert [name for name, _ in read_events(answer.iter_lines())][-1] == "video.completed"
     assert error_of(http.get("v1/videos/ffffffff/events"))[0] == 404
+
+
+def test_a_video_whose_plan_cannot_be_read_has_no_events(http: httpx.Client, server: App) -> None:
+    path = server.cache_dir / "jobs.sqlite"
+    with contextlib.closing(JobStore(path)) as store:
+        video = add_job(store, instance="of another version").id
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE jobs SET plan = '{}', state = 'failed' WHERE id = ?", [video])
+    assert http.get(f"v1/videos/{video}").json()["status"] == "failed"
+    assert error_of(http.get(f"v1/videos/{video}/events")) == (404, None, "server.api_no_video")
+    http.delete(f"v1/videos/{video}")
 
 
 def test_what_is_finished_can_be_watched(http: httpx.Client, server: App) -> None:

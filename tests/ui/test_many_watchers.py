@@ -189,13 +189,19 @@ def test_the_calls_of_a_visitor_that_wait_or_run_are_limited() -> None:
 
     async def gradio(scope: Any, receive: Any, send: Any) -> None:
         passed.append(scope["user"].display_name)
+        body = (await receive())["body"]
+        assert len(body) != len(request_body)
+        assert int(dict(scope["headers"]).get(b"content-length", len(body))) == len(body)
+
+    request_body = b'{"fn_index":0,"session_hash":"a","data":[]}'
 
     async def body() -> dict[str, Any]:
-        return {"type": "http.request", "body": b'{"fn_index": 0, "session_hash": "a", "data": []}'}
+        return {"type": "http.request", "body": request_body}
 
     def join(name: str) -> None:
         user = SimpleUser(name)
-        scope = {"type": "http", "method": "POST", "path": JOIN, "headers": [], "query_string": b"", "app": app}
+        headers = [(b"content-length", str(len(request_body)).encode())]
+        scope = {"type": "http", "method": "POST", "path": JOIN, "headers": headers, "query_string": b"", "app": app}
         asyncio.run(validation(scope | {"user": user}, body, None))  # type: ignore[arg-type]
         calls[str(len(calls))] = SimpleNamespace(request=SimpleNamespace(user=user))
 

@@ -21,6 +21,7 @@ from runtime.engines.imported.adapters import (
     UnreadRows,
 )
 from runtime.engines.imported.contract import Contract, Port
+from runtime.engines.imported.importing import describe_matches
 from runtime.engines.imported.matching import Match, find_matches
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import ShapeProfile
@@ -161,8 +162,11 @@ def test_engine_with_batch_two(wan: ModelSpec) -> None:
 def test_both_experts_match(tiny: Callable[[str], ModelSpec]) -> None:
     spec = tiny("wan2.2-a14b")
     ports = contract(LATENTS, TIME, replace(TEXT, sizes=(1, 512, 32)), OUT)
-    assert [match.component for match in find_matches(ports, spec)] == ["transformer", "transformer_2"]
-    assert [match.component for match in find_matches(ports, spec, "transformer_2")] == ["transformer_2"]
+    both, single = find_matches(ports, spec), find_matches(ports, spec, "transformer_2")
+    assert [match.component for match in both] == ["transformer", "transformer_2"]
+    assert [match.component for match in single] == ["transformer_2"]
+    undecided = Fact("engine.import_compared_later")
+    assert [undecided in describe_matches(matches, spec) for matches in (both, single)] == [True, False]
 
 
 Z = Port("latent", "float32", (1, 16, 21, 60, 104))

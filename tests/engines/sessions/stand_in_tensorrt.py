@@ -6,6 +6,7 @@ streams do nothing.
 
 import ctypes
 import enum
+import json
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -98,6 +99,19 @@ class Engine:
         return Context(self)
 
 
+class InspectedEngine(Engine):
+    """An engine with an inspector, which lists two layers."""
+
+    num_layers = 2
+
+    def create_engine_inspector(self) -> Any:
+        def describe(index: int, form: str) -> str:
+            assert form == "JSON"
+            return json.dumps({"Name": f"layer {index}", "LayerType": "gemm"}, indent=1)
+
+        return SimpleNamespace(get_layer_information=describe)
+
+
 class Context:
     """An execution context; `fails` makes it raise, or return False, instead of running."""
 
@@ -185,7 +199,12 @@ def engines(found: Mapping[bytes, Engine]) -> Iterator[None]:
     def runtime(_: object) -> Any:
         return SimpleNamespace(deserialize_cuda_engine=lambda data: found.get(bytes(data)))
 
-    library = SimpleNamespace(Runtime=runtime, TensorIOMode=Mode, TensorLocation=Location)
+    library = SimpleNamespace(
+        Runtime=runtime,
+        TensorIOMode=Mode,
+        TensorLocation=Location,
+        LayerInformationFormat=SimpleNamespace(JSON="JSON"),
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorrt_library, "load", lambda *_, **__: library)
         patch.setattr(tensorrt_library, "logger", lambda *_: None)

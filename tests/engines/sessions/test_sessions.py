@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import onnx
+import onnxruntime
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,7 +17,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.engines.sessions import open_session
 from runtime.engines.sessions.inductor import InductorSession
-from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession
+from runtime.engines.sessions.onnxruntime import OnnxRuntimeSession, load_session
 from runtime.engines.verify import verify
 from runtime.planner.choice.engine_index import SWAPPED
 from tests.engines.conftest import DECODER_STEPS, INDUCTOR, PROFILES, Build, Built, relative
@@ -254,6 +256,19 @@ def test_missing_provider_is_an_error(built: Build) -> None:
     with pytest.raises(EngineError) as error:
         OnnxRuntimeSession(engine.folder / "engine.onnx", provider="cuda", precision="float32", device="cpu")
     assert (error.value.code, error.value.data["provider"]) == ("engine.provider_missing", "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.filterwarnings("ignore:Specified provider:UserWarning")
+def test_a_provider_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime runs the model on the CPU instead."""
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "copy", [value], [])
+    graph.output.append(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1]))
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    with refusal("engine.provider_not_started"):
+        load_session(model.SerializeToString(), provider="cuda", precision="float32", device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("backend", ENGINES)

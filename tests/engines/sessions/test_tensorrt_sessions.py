@@ -3,6 +3,7 @@
 `tests/gpu/test_tensorrt.py` runs them with TensorRT.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +23,7 @@ from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSess
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import ShapeProfile
 from tests.engines.engine_files import refusal
-from tests.engines.sessions.stand_in_tensorrt import Context, Engine, Graph, engines
+from tests.engines.sessions.stand_in_tensorrt import Context, Engine, Graph, InspectedEngine, engines
 
 TOKENS = 128
 ANY = ShapeProfile.fixed((1, 1, 1))
@@ -290,14 +291,18 @@ def test_a_broken_cuda_context_is_not_an_engine_error(
         session.infer(**part.inputs_for(64))
 
 
-def test_a_plan_whose_layers_cannot_be_listed_is_built(
+def test_layers_are_listed_in_the_log_if_they_can_be(
     tmp_path: Path, tiny: Callable[[str], ModelSpec], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "engine.plan").write_bytes(b"plan")
-    # The stand-in has no inspector.
-    with engines({b"plan": Engine(block(tiny, "block_qkv"), ANY)}):
-        log_layers(tensorrt_library.load(), tmp_path / "engine.plan", torch.device("cpu"))
-    assert "The layers cannot be listed" in capsys.readouterr().err
+    program = block(tiny, "block_qkv")
+    # The stand-in of an engine has no inspector: the plan is built all the same.
+    for plan, engine in ((b"no inspector", Engine(program, ANY)), (b"inspector", InspectedEngine(program, ANY))):
+        (tmp_path / "engine.plan").write_bytes(plan)
+        with engines({plan: engine}):
+            log_layers(tensorrt_library.load(), tmp_path / "engine.plan", torch.device("cpu"))
+    failure, *layers = capsys.readouterr().err.splitlines()
+    assert "create_engine_inspector" in failure
+    assert [json.loads(layer)["Name"] for layer in layers] == ["layer 0", "layer 1"]
 
 
 def test_a_file_that_is_no_plan_is_refused(opened: Open, tmp_path: Path) -> None:

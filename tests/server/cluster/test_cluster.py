@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from runtime import __version__
 from runtime.core.errors import MachineError, ModelError, OutputError, SettingsError, StoreError
 from runtime.core.events import Cancelled, StepDone
+from runtime.core.facts import Fact
 from runtime.queue.store import JobStore
 from runtime.server.api_keys import ApiKeys, KeyLimits
-from runtime.server.cluster import node, transfer
+from runtime.server.cluster import node, ray_process, transfer
 from runtime.server.cluster.cluster_key import VARIABLE, given_key, make_key
 from runtime.server.cluster.problems import problems_of
 from runtime.server.cluster.ray_process import RayProcess, free_port, versions
@@ -46,6 +47,23 @@ def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
     assert make_key(tmp_path) == key
     with pytest.raises(SettingsError):
         make_key(tmp_path, {VARIABLE: "short"})
+
+
+def test_ray_that_does_not_start_is_an_error_and_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "start.py"
+    script.write_text("print('out of file descriptors')")
+    monkeypatch.setattr(ray_process, "_SCRIPT", script)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(MachineError) as failed:
+        RayProcess({"head": ""}, "a" * 64, {}, cpus=0)
+    assert failed.value.fact == Fact("server.cluster_ray_failed", {"output": "out of file descriptors"})
+    assert list(tmp_path.iterdir()) == [script]
+
+
+def test_a_free_port_has_a_number() -> None:
+    assert free_port() > 0
 
 
 @pytest.mark.slow

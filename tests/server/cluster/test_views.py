@@ -39,6 +39,11 @@ def test_the_scheduler_decides_ahead_of_time() -> None:
     assert forecast(waiting, [], {}, {}, NOW, 10) == []
 
 
+def test_owners_take_turns_also_ahead_of_time() -> None:
+    waiting = [job("a"), job("b"), job("c", owner="bob"), job("d", owner="bob")]
+    assert [one.job for one in forecast(waiting, [worker("w", loaded="wan")], {}, {}, NOW, 10)] == ["a", "c", "b", "d"]
+
+
 def test_workers_of_the_head_take_the_first_video() -> None:
     waiting = [job("a", model="other"), job("b")]
     assert forecast(waiting, [worker("own", loaded="wan")], {}, {}, NOW, 1, ["own"]) == [
