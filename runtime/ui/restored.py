@@ -21,11 +21,13 @@ VERSION = "model_version"
 
 @dataclass(frozen=True)
 class Refused:
-    """A value that was not applied: the setting's label, the value as text, and the reason as a sentence."""
+    """A value that was not applied, or was but has a remark: the setting's label, the value as text, and the reason as
+    a sentence."""
 
     label: str
     value: str
     reason: str
+    applied: bool = False
 
 
 def settings_of(saved: VideoSaved) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[
     spec, made = models.get(settings.get("model", "")), stored.get(VERSION)
     if spec is not None and isinstance(made, int) and made != spec.version:
         fact = Fact("form.other_version", {"made": shortened(made), "installed": spec.version})
-        refused.append(Refused(_label("model"), spec.title, page_text(fact).what))
+        refused.append(Refused(_label("model"), spec.title, page_text(fact).what, applied=True))
     return settings, refused
 
 

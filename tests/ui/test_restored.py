@@ -48,7 +48,7 @@ def test_a_request_without_a_model_is_for_the_first_one(models: dict[str, ModelS
 @pytest.mark.parametrize(("version", "labels"), [(1, ["Model"]), (2, []), (None, []), ("x", []), (10**400, ["Model"])])
 def test_another_version_of_the_model_is_named(models: dict[str, ModelSpec], version: Any, labels: list[str]) -> None:
     wrong = refused(models, model_version=version, steps=20)
-    assert [one.label for one in wrong] == labels
+    assert [(one.label, one.applied) for one in wrong] == [(label, True) for label in labels]
 
 
 @pytest.mark.parametrize(
