@@ -42,13 +42,18 @@ def open_and_delete_stack(page: Any, ids: list[str]) -> None:
 
 def test_variations_fill_the_stage_and_are_kept_and_discarded_by_keyboard(open_page: OpenPage) -> None:
     page = open_page(color_scheme="light")
+    page.evaluate("() => localStorage.setItem('tandem.sound', 'on')")
     ask(page, "a red boat")
     start(page)
     wait_for_state(page, "done")
+    page.wait_for_function("() => window.tandem.chimes === 1")
     first = page.get_attribute("#status .status", "data-job")
     page.click("#facts [data-action=variations]")
     await_job_after(page, first)
     wait_for_state(page, "done")
+    # The end of the batch is marked once.
+    page.wait_for_function("() => window.tandem.chimes > 1")
+    assert page.evaluate("() => window.tandem.chimes") == 2
     page.wait_for_function("() => [...document.querySelectorAll('.cells video')].filter((v) => !v.paused).length === 4")
     ids = page.evaluate("() => [...document.querySelectorAll('[data-pick]')].map((pick) => pick.dataset.pick)")
 
