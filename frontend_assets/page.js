@@ -218,8 +218,23 @@
   const type = (field, text) => { field.value = text; field.dispatchEvent(new Event("input", { bubbles: true })); };
   let user = "", guarded = false;
   document.addEventListener("input", ({ target }) => { if (target === loginFields()[0]) user = target.value; });
+  // Gradio's texts are in the browser's language, and the page is in English.
+  const LOGIN_TEXTS = [
+    ["h2", "Log in to Tandem"], [".creds", "Wrong username or password. Check both and try again."], ["button.lg", "Log in"],
+    ["label:has(input:not([type=password])) [data-testid=block-info]", "Username"],
+    ["label:has([type=password]) [data-testid=block-info]", "Password"],
+  ];
   const guardLogin = () => {
-    if (guarded || loginFields().length !== 2) return;
+    const [name, password] = loginFields();
+    if (!password) return;
+    for (const [part, text] of LOGIN_TEXTS) {
+      const node = $(`.wrap.min-h-screen ${part}`);
+      if (node && node.textContent.trim() !== text) node.textContent = text;
+      if (part === ".creds" && node) set(node, "role", "alert");
+    }
+    set(name, "autocomplete", "username");
+    set(password, "autocomplete", "current-password");
+    if (guarded) return;
     guarded = true;
     if (login) loginFields().forEach((field, at) => type(field, login[at]));
     setInterval(() => {

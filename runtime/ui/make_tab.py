@@ -83,7 +83,7 @@ def add_make(
             more = advanced(values)
     chosen_by_chips = form.popovers(models, chosen, values, panels=panels)
     created = form.joined([words, chosen_by_chips, more])
-    # The job that this page shows. No `gr.State`: for one, gradio's page would keep one of the browser's six connections.
+    # The job that this page shows. No `gr.State`: gradio's page keeps a connection for it, of the browser's six.
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
     player = _Player(picture, status, facts, generate, cancel, remembered)
     _connect_player(page, handlers, list(created.controls.values()), player)
