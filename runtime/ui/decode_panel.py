@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import typer
 
-from runtime.core.errors import EngineError, InvalidRequestError, TandemError
+from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.facts import Fact
 from runtime.core.settings import Settings
 from runtime.models.catalogue import check_offered
@@ -134,13 +133,16 @@ class DecodePanel:
         task = self._worker.add_task(work, Fact("task.decode", {"file": path.name}), self._seconds(request))
         return {"message": f"{task.title}: {'queued' if self._worker.ahead(task) else 'started'}."}
 
-    def _seconds(self, request: DecodeRequest) -> float | None:
-        """Return the forecast of a task; `None` for latents that it will refuse."""
+    def _seconds(self, request: DecodeRequest) -> float:
+        """Return the forecast of a task.
+
+        Raises:
+            InvalidRequestError: if the file cannot be read, or its latents do not fit the decoder.
+        """
         machine = self._worker.machine()
-        with suppress(TandemError), LatentFile(request.latents) as file:
+        with LatentFile(request.latents) as file:
             plan = DecodePlan.of(request, file, self._weights_dir, machine)
-            return plan.seconds(machine, self._worker.history()).likely
-        return None
+        return plan.seconds(machine, self._worker.history()).likely
 
     def _path(self, text: str) -> Path:
         """Return the file with a name in the folder of latents, or with an absolute path.

@@ -30,6 +30,7 @@ def latents(server: Server) -> Path:
     folder.mkdir()
     for name, channels in (("world", 8), ("bad", 9)):
         np.save(folder / f"{name}.npy", np.zeros((20, channels, 3, 4), "float32"))
+    np.save(folder / "nan.npy", np.full((20, 8, 3, 4), np.nan, "float32"))
     return folder
 
 
@@ -58,8 +59,12 @@ def test_latents_are_decoded_and_played(open_page: OpenPage, latents: Path) -> N
     page.wait_for_selector("#decode-model option[value=tiny]", state="attached")
     assert page.evaluate(UNNAMED_INPUTS) == []
 
-    bad = decode(page, latents / "bad.npy")
-    page.wait_for_selector(f"{bad}[data-state=failed] .line:has-text('9 channels')")
+    page.select_option("#decode-model", "tiny-dcae")
+    page.select_option("#decode-file", "bad.npy")
+    page.click("#decode [data-action=decode]")
+    page.wait_for_selector("#message.error:has-text('9 channels')")
+    nan = decode(page, latents / "nan.npy")
+    page.wait_for_selector(f"{nan}[data-state=failed] .line:has-text('nan.npy')")
     # Files in the folder of latents are listed; one that is uploaded is selected, and refused if it has no latents.
     page.set_input_files("#decode-upload-file", {"name": "notes.npy", "mimeType": "", "buffer": b"notes"})
     page.wait_for_selector("#message.error:has-text('notes.npy')")

@@ -92,11 +92,17 @@ def test_files_in_the_folder_of_latents_are_chosen_by_name(
 def test_bad_latents_fail_with_a_reason(panel: tuple[DecodePanel, RunningQueue], tmp_path: Path) -> None:
     page, worker = panel
     np.save(tmp_path / "bad.npy", np.zeros((20, 9, 3, 4), "float32"))
-    page.act(call(file=str(tmp_path / "bad.npy")))
+    for name, code in (("bad.npy", "latents.channels"), ("missing.npy", "latents.unreadable")):
+        with pytest.raises(TandemError) as refusal:
+            page.act(call(file=str(tmp_path / name)))
+        assert refusal.value.code == code
+    assert worker.tasks() == []
+    np.save(tmp_path / "nan.npy", np.full((20, 8, 3, 4), np.nan, "float32"))
+    page.act(call(file=str(tmp_path / "nan.npy")))
     until(lambda: not worker.tasks()[-1].open)
     assert worker.tasks()[-1].state == "failed"
     parts = page.draw(Call(), {})
-    assert "9 channels" in parts["tasks"]
+    assert "nan.npy" in parts["tasks"]
     assert "<video" not in parts["clips"]
     assert not list((tmp_path / "outputs").glob("*"))
 
