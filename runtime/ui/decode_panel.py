@@ -190,7 +190,7 @@ class DecodePanel:
             task = Task(record, self._worker.store)
             task.refresh()
             self._results[record.id] = task.result
-        spec = self._offered().get(work.model)
+        spec, result = self._offered().get(work.model), self._results[record.id]
         return Clip(
             id=record.id,
             latents=work.latents.name,
@@ -198,6 +198,6 @@ class DecodePanel:
             address=file_url(work.output),
             model=work.model if spec is None else spec.title,
             channels="" if work.channels == (RGB,) else ", ".join(work.channels),
-            result="" if self._results[record.id] is None else page_text(self._results[record.id]).what,
+            result="" if result is None else page_text(result).what,
             ended=record.ended or record.created,
         )
