@@ -1,7 +1,7 @@
 """The panel that decodes a file of latents: its form, the tasks that are not done, and the decoded clips."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -178,19 +178,23 @@ class DecodePanel:
     def _clips(self) -> list[Clip]:
         """Return the newest decoded clips; those of `decode` on the command line are not tasks."""
         records = self._worker.store.list(kinds=["task"], states=["done"], limit=_MOST_TASKS)
-        clips = (self._clip(record) for record in records if record.request.get("kind") == _KIND)
+        models = self._offered()
+        clips = (self._clip(record, models) for record in records if record.request.get("kind") == _KIND)
         return list(islice(filter(None, clips), _MOST_CLIPS))
 
-    def _clip(self, record: JobRecord) -> Clip | None:
+    def _clip(self, record: JobRecord, models: Mapping[str, ModelSpec]) -> Clip | None:
         """Return the clip of a task; `None` if it was deleted or cannot be read."""
-        work = work_of(record)
+        try:
+            work = work_of(record)
+        except ValueError:  # another version wrote it
+            return None
         if not isinstance(work, DecodeLatents) or find_output(str(work.output), self._outputs_dir) is None:
             return None
         if record.id not in self._results:
             task = Task(record, self._worker.store)
             task.refresh()
             self._results[record.id] = task.result
-        spec, result = self._offered().get(work.model), self._results[record.id]
+        spec, result = models.get(work.model), self._results[record.id]
         return Clip(
             id=record.id,
             latents=work.latents.name,

@@ -88,7 +88,7 @@ def test_latents_are_decoded_and_played(open_page: OpenPage, latents: Path) -> N
         assert page.evaluate(CUT_OFF) == []
     page.select_option("#decode-file", "")
     page.fill("#decode-path", "world.npy")
-    page.wait_for_event('response', lambda answer: "panels/decode" in answer.url)
+    page.wait_for_event("response", lambda answer: "panels/decode" in answer.url)
     # What is typed stays while the panel is updated.
     assert page.input_value("#decode-path") == "world.npy"
     assert [text for text in page.complaints if "422" not in text] == []
