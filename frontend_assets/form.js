@@ -291,7 +291,18 @@
     input.setAttribute("aria-invalid", "true");
     marked = { input, line };
   };
-  document.addEventListener("input", ({ target }) => { if (marked && target === marked.input) tandem.unmark(); });
+  // The error of a refused request that is out of date: the stage shows its video again.
+  const endRefusal = () => {
+    if (!$('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) return;
+    tandem.select(tandem.job());
+    $("#show").click();
+  };
+  document.addEventListener("input", ({ target }) => {
+    if (!marked || target !== marked.input) return;
+    tandem.unmark();
+    // No plan judges what is typed there.
+    if (target.closest("#field-prompt, #field-negative_prompt")) endRefusal();
+  });
   tandem.marked = (input) => marked?.input === input ? ` ${marked.line.id}` : "";
   // The plan names the field too, but not while it is being typed.
   tandem.planned = ({ field, problem, size }) => {
@@ -299,11 +310,7 @@
     tandem.showForm();
     const recovery = !problem && document.body.classList.contains("unplannable");
     document.body.classList.toggle("unplannable", Boolean(problem));
-    // The error of the refused request is out of date: the stage shows its video again.
-    if (recovery && $('#status .status[data-state="failed"][data-job=""]:not([data-field=""])')) {
-      tandem.select(tandem.job());
-      $("#show").click();
-    }
+    if (recovery) endRefusal();
     const input = field && fieldOf(field);
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
     else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();

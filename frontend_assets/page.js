@@ -175,7 +175,7 @@
   };
   const tidy = () => {
     guardLogin();
-    if (!isListening && $("#offline")) { isListening = true; listen(); }
+    if (!isListening && $("#offline")) { isListening = true; listen(); lead(); }
     const status = $("#status .status");
     if (status && status.textContent !== shownStatus) { shownStatus = status.textContent; changedAt = Date.now(); mark(); }
     // A job may have built engines.
@@ -218,8 +218,23 @@
   const type = (field, text) => { field.value = text; field.dispatchEvent(new Event("input", { bubbles: true })); };
   let user = "", guarded = false;
   document.addEventListener("input", ({ target }) => { if (target === loginFields()[0]) user = target.value; });
+  // Gradio's texts are in the browser's language, and the page is in English.
+  const LOGIN_TEXTS = [
+    ["h2", "Log in to Tandem"], [".creds", "Wrong username or password. Check both and try again."], ["button.lg", "Log in"],
+    ["label:has(input:not([type=password])) [data-testid=block-info]", "Username"],
+    ["label:has([type=password]) [data-testid=block-info]", "Password"],
+  ];
   const guardLogin = () => {
-    if (guarded || loginFields().length !== 2) return;
+    const [name, password] = loginFields();
+    if (!password) return;
+    for (const [part, text] of LOGIN_TEXTS) {
+      const node = $(`.wrap.min-h-screen ${part}`);
+      if (node && node.textContent.trim() !== text) node.textContent = text;
+      if (part === ".creds" && node) set(node, "role", "alert");
+    }
+    set(name, "autocomplete", "username");
+    set(password, "autocomplete", "current-password");
+    if (guarded) return;
     guarded = true;
     if (login) loginFields().forEach((field, at) => type(field, login[at]));
     setInterval(() => {
@@ -238,12 +253,25 @@
     document.body.classList.toggle("offline", Boolean(message));
   };
   // The owner's page asks Tandem what changes, and is answered at a change or after some seconds; visitors' pages ask
-  // whether Tandem answers. Hidden pages do not wait for answers: browsers open only six connections to one server.
+  // whether Tandem answers. Hidden pages do not wait for answers: browsers open only six connections to one server. Of
+  // the visible pages of a browser, one asks and tells the others; where the browser has no locks, as on plain HTTP from
+  // another machine, each page asks.
+  const PAGES = `tandem${location.pathname}`;
+  const channel = navigator.locks && "BroadcastChannel" in window ? new BroadcastChannel(PAGES) : null;
   let version, question = null, next = 0, failures = 0;
+  let isAsking = !channel, isWaitingToAsk = false, stopAsking = null;
+  const tell = (now) => { if (stopAsking) channel.postMessage(now); };
+  const take = (now) => {
+    const current = now.app ?? now.app_id;
+    if (identity !== null && current !== identity) { location.reload(); return; }
+    identity = current;
+    showOffline("");
+    if (now.version > (version ?? -1)) { version = now.version; tandem.states(now); }
+  };
   const ask = async (signal) => {
     let answer, now;
     try {
-      const after = document.hidden || version === undefined ? "" : `/${version}`;
+      const after = document.hidden || !isAsking || version === undefined ? "" : `/${version}`;
       answer = await fetch($("#top header").dataset.connection + after, { cache: "no-store", signal });
       if (answer.ok) now = await answer.json();
     } catch {
@@ -251,6 +279,7 @@
       failures += signal.reason === LATE ? 2 : 1;
       // A proxy may close one that waits, and a browser does when it leaves the page.
       if (failures < 2) return PAUSE_MS;
+      tell(null);
       showOffline("Tandem does not answer: it was stopped, or the connection is lost. "
         + "This page reconnects by itself.");
       return CHECK_MS;
@@ -258,17 +287,15 @@
     failures = 0;
     if (answer.status === 401) { location.reload(); return CHECK_MS; }  // the login has ended
     if (!answer.ok) {
+      tell(null);
       // The share server answers for a link that was closed.
       showOffline([403, 404, 502, 503].includes(answer.status) ? "Tandem was stopped, or is no longer shared." : "");
       return CHECK_MS;
     }
-    const current = now.app ?? now.app_id;
-    if (identity !== null && current !== identity) { location.reload(); return CHECK_MS; }
-    identity = current;
-    showOffline("");
-    if (now.version !== version) tandem.states(now);
-    version = now.version;
-    return now.version === undefined || document.hidden ? CHECK_MS : PAUSE_MS;
+    tell(now);
+    take(now);
+    if (now.version === undefined || document.hidden) return CHECK_MS;
+    return isAsking ? PAUSE_MS : LATE_MS;
   };
   const listen = async () => {
     const controller = question = new AbortController();
@@ -286,11 +313,33 @@
     if (question) listenIn(PAUSE_MS);
     question = null;
   };
+  // Waits for the lock of the page that asks, and keeps it while it is visible.
+  const lead = () => {
+    if (!channel || isWaitingToAsk || stopAsking || document.hidden) return;
+    isWaitingToAsk = true;
+    navigator.locks.request(PAGES, () => new Promise((release) => {
+      isWaitingToAsk = false;
+      if (document.hidden) { release(); return; }
+      stopAsking = () => { tell(null); release(); stopAsking = null; isAsking = false; };
+      isAsking = true;
+      listenIn(0);
+    })).catch(() => { isAsking = true; });  // the browser stores nothing for this page
+  };
+  // Without an answer, the other one is gone or has lost the connection: this page looks itself.
+  channel?.addEventListener("message", ({ data }) => {
+    if (isAsking || !isListening) return;
+    if (data) take(data);
+    listenIn(data ? LATE_MS : 0);
+  });
   // A page that becomes visible does not wait for an answer that may never come. What a press asks the server goes before
   // the question, which may have the last connection: videos have others.
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) listenAgain(); });
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) { stopAsking?.(); return; }
+    listenAgain();
+    lead();
+  });
   for (const press of ["click", "submit"]) {
-    document.addEventListener(press, ({ isTrusted }) => { if (isTrusted) listenAgain(); }, true);
+    document.addEventListener(press, ({ isTrusted }) => { if (isTrusted && isAsking) listenAgain(); }, true);
   }
 
   // Gradio has one stream of answers. If it ends during a request, that answer only arrives with the next request.

@@ -352,7 +352,9 @@
       && !OPEN.includes(state));
     showCount();
     tandem.percent = now.percent === null ? null : String(now.percent);
-    const last = ended.map(([, state]) => state).find((state) => ["done", "failed", "interrupted"].includes(state));
+    // The end of a batch is marked once.
+    const last = ended.filter(([id]) => !now.unfinished.includes(id)).map(([, state]) => state)
+      .find((state) => ["done", "failed", "interrupted"].includes(state));
     if (last) {
       tandem.alertEnd(last === "done");
       if (document.hidden) tandem.notice = last === "done" ? "✓ Done · Tandem" : "✗ Failed · Tandem";

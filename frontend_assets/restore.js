@@ -139,6 +139,7 @@
     if (!carries(event)) return;
     event.preventDefault();
     const { files } = event.dataTransfer;
-    if (files.length && !window.tandem.takeImages(files, event.target)) restore(files[0]);
+    const { takeImages, takeLatents } = window.tandem;
+    if (files.length && !takeLatents(files, event.target) && !takeImages(files, event.target)) restore(files[0]);
   }, true);
 })();

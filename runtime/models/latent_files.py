@@ -6,7 +6,7 @@ Nothing is unpickled. A header is checked before anything is computed, and reads
 import os
 import tokenize
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -46,8 +46,7 @@ class LatentFile(AbstractContextManager["LatentFile"]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.suffix.lower() not in _SUFFIXES:
-            raise InvalidRequestError(_NAME, "latents.unknown_type", file=path.name)
+        check_suffix(path)
         if path.suffix.lower() == ".npy":
             self.dtype, self.shape, self._start = _numpy_header(path)
         else:
@@ -99,12 +98,29 @@ class LatentFile(AbstractContextManager["LatentFile"]):
         return np.frombuffer(data, self._item).reshape(stop - start, *inner)
 
 
-def latent_files_in(folder: Path) -> list[Path]:
-    """Return the files of a folder whose names are those of latents, by name; none if it cannot be read."""
-    try:
-        return sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and path.is_file())
-    except OSError:
-        return []
+def check_suffix(path: Path) -> None:
+    """Check that a file has the name of one with latents.
+
+    Raises:
+        InvalidRequestError: if it does not.
+    """
+    if path.suffix.lower() not in _SUFFIXES:
+        raise InvalidRequestError(_NAME, "latents.unknown_type", file=path.name)
+
+
+def latent_files_in(folder: Path) -> dict[Path, int]:
+    """Return the sizes in bytes of the files in a folder that have names of latents, the newest first.
+
+    The result is empty if the folder cannot be read.
+    """
+    stats: dict[Path, os.stat_result] = {}
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):  # it was deleted meanwhile
+                if path.suffix.lower() in _SUFFIXES and path.is_file():
+                    stats[path] = path.stat()
+    newest = sorted(stats, key=lambda path: (-stats[path].st_mtime_ns, path.name))
+    return {path: stats[path].st_size for path in newest}
 
 
 def parse_channels(text: str) -> tuple[str, ...]:

@@ -108,6 +108,13 @@ class Ended(NamedTuple):
     video: Path | None
 
 
+class RecentEnd(NamedTuple):
+    """How a video ended, and whether no other video of its batch runs or waits; paused ones do not count."""
+
+    state: State
+    ends_batch: bool
+
+
 class JobStore:
     """The jobs of one cache folder. Safe between threads and processes.
 
@@ -431,16 +438,21 @@ class JobStore:
                 members[Group(row["batch"], row["prompt"])][row["id"]] = bool(row["starred"])
         return members
 
-    def ended_since(self, seconds: float, owner: str | None, limit: int) -> dict[str, State]:
-        """Return the states of an owner's videos that ended in the last `seconds`, by id, the newest first."""
+    def ended_since(self, seconds: float, owner: str | None, limit: int) -> dict[str, RecentEnd]:
+        """Return an owner's videos that ended in the last `seconds`, by id, the newest first."""
+        goes_on = (
+            "SELECT 1 FROM jobs AS member INDEXED BY jobs_by_batch WHERE member.batch = jobs.batch "
+            "AND (member.state = 'running' OR member.state = 'queued' AND NOT member.held)"
+        )
         query = (
-            "SELECT id, state FROM jobs INDEXED BY jobs_by_end WHERE ended > ? AND owner IS ? AND kind = 'video' "
+            f"SELECT id, state, NOT EXISTS ({goes_on}) AS ends_batch FROM jobs INDEXED BY jobs_by_end "
+            "WHERE ended > ? AND owner IS ? AND kind = 'video' "
             "AND state NOT IN ('running', 'queued') AND deleted IS NULL AND unreadable IS NULL "
             "ORDER BY ended DESC LIMIT ?"
         )
         with self.database.reading() as connection:
             rows = connection.execute(query, (time.time() - seconds, owner, limit))
-            return {row["id"]: row["state"] for row in rows}
+            return {row["id"]: RecentEnd(row["state"], bool(row["ends_batch"])) for row in rows}
 
     def ended(self) -> Sequence[Ended]:
         """Return the ended videos of all owners, newest first, without deleted and starred ones."""

@@ -35,6 +35,7 @@ LOGIN = "/login"
 # Tandem's own routes: all of the owner's page, and the videos of the visitors' page.
 OWN = "/tandem/"
 IMAGES = f"{OWN}images/"
+LATENTS = f"{OWN}latents/"
 # The path of Gradio's own route, which gradio_client uses; `image_uploads` takes its place.
 UPLOAD = "/gradio_api/upload"
 VIDEO = "/video/"
@@ -61,13 +62,14 @@ _READ = re.compile(
     rf"|{HEARTBEAT}[A-Za-z0-9_-]{{1,64}}|{GENERATE}/[0-9a-f]{{32}}"
 )
 _UPLOADS = re.compile(rf"{UPLOAD}|{IMAGES}[^/]{{1,600}}", re.DOTALL)
+_LATENTS = re.compile(rf"{LATENTS}[0-9a-f]{{16}}/[0-9]{{1,15}}/[0-9]{{1,15}}/[^/]{{1,600}}")
 _WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
     rf"{OWN}(?:now(?:/[0-9]{{1,15}})?|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|clip/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
     rf"|report/(?:whole/)?[0-9a-f]{{8}}\.json)|{FILE}.*",
     re.DOTALL,
 )
-_OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}")
+_OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}|{_LATENTS.pattern}")
 _VISITOR_READ = re.compile(rf"{VIDEO}.*", re.DOTALL)
 
 
@@ -105,8 +107,8 @@ def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
 
 
 def is_upload(path: str) -> bool:
-    """Return whether a POST to this path sends an image."""
-    return _UPLOADS.fullmatch(path) is not None
+    """Return whether a POST to this path sends an image, or a part of a file of latents."""
+    return _UPLOADS.fullmatch(path) is not None or _LATENTS.fullmatch(path) is not None
 
 
 def charset_problem(content_type: str) -> str | None:

@@ -152,12 +152,19 @@ class _JobFiles:
     def _now(self) -> dict[str, Any]:
         running = self._store.order.jobs(states=["running"], kinds=VIDEOS, owner=None, limit=1)
         job = self._worker.job(running[0].id) if running else None
-        # Pages ask every few seconds: what ends now has run, or was next.
-        states = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS) | self._store.order.ids(
-            limit=_RECENT_JOBS
-        )
+        # Pages ask every few seconds: what ends now has run, or was next. It is read first, so that what ends meanwhile
+        # is not missing.
+        states = self._store.order.ids(limit=_RECENT_JOBS)
+        ended = self._store.ended_since(_RECENT_SECONDS, None, _RECENT_JOBS)
+        states |= {job_id: end.state for job_id, end in ended.items()}
         percent = None if job is None else round(100 * job.share)
-        return {"queue": self._store.order.line().jobs, "percent": percent, "jobs": states}
+        return {
+            "queue": self._store.order.line().jobs,
+            "percent": percent,
+            "jobs": states,
+            # Their batches go on.
+            "unfinished": [job_id for job_id, end in ended.items() if not end.ends_batch],
+        }
 
     async def poster(self, request: Request) -> Response:
         """Send a still image of a finished video, or of another job's last preview.

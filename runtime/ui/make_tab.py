@@ -83,10 +83,9 @@ def add_make(
             more = advanced(values)
     chosen_by_chips = form.popovers(models, chosen, values, panels=panels)
     created = form.joined([words, chosen_by_chips, more])
-    # The job that this page shows: on the server for Cancel, and in the browser tab for reloads.
-    watched = gr.State(None)
+    # The job that this page shows. No `gr.State`: gradio's page keeps a connection for it, of the browser's six.
     remembered = gr.Textbox("", visible="hidden", elem_id="remembered", label="Job of this tab")
-    player = _Player(picture, status, facts, generate, cancel, watched, remembered)
+    player = _Player(picture, status, facts, generate, cancel, remembered)
     _connect_player(page, handlers, list(created.controls.values()), player)
     _connect_form(page, handlers, created, {**(extras or {}), **created.others}, player, refused)
     _add_image_questions(handlers)
@@ -101,7 +100,6 @@ class _Player(NamedTuple):
     facts: gr.HTML
     generate: gr.Button
     cancel: gr.Button
-    watched: gr.State
     remembered: gr.Textbox
 
 
@@ -113,7 +111,7 @@ def _connect_player(page: gr.Blocks, handlers: "Handlers", inputs: list[Any], pl
     # The handlers validate the values as the browser sent them (preprocess=False).
     once: dict[str, Any] = {"preprocess": False, "trigger_mode": "once", "api_name": SUBMITS}
     player.generate.click(handlers.generate, inputs, outputs, **once, **WATCHING)
-    player.cancel.click(handlers.cancel, player.watched, player.cancel, **SERVED)
+    player.cancel.click(handlers.cancel, player.remembered, player.cancel, **SERVED)
     stored_job: dict[str, Any] = {"inputs": remembered, "outputs": outputs, "js": "() => window.tandem.job()"}
     page.load(handlers.attach, **stored_job, **WATCHING)
     # A lost answer must not block the next attempt.
@@ -258,7 +256,7 @@ class Handlers:
             return
         if job is None:
             # A generator that yields nothing would clear the outputs.
-            yield _unchanged(7)
+            yield _unchanged(6)
             return
         async for updates in self._follow(job, request):
             yield updates
@@ -277,14 +275,14 @@ class Handlers:
         if job is None:  # the last one was deleted
             picture = job_view.picture_html(None, "idle", self.icon)
             status = job_view.status_html(job_view.IDLE, panels=self.audience.panels)
-            yield (picture, status, "", gr.update(visible=True), gr.update(visible=False), "", "")
+            yield (picture, status, "", gr.update(visible=True), gr.update(visible=False), "")
             return
         async for updates in self._follow(job, request):
             yield updates
 
-    def cancel(self, request: gr.Request, watched: Any) -> Any:
-        """Cancel the job that this page watches, with its group; return the update of the button."""
-        job = self._job(watched, request)
+    def cancel(self, request: gr.Request, shown: Any) -> Any:
+        """Cancel the job that this page shows, with its group; return the update of the button."""
+        job = self._job(shown, request)
         jobs = [] if job is None else [job, *(member for member, _ in self._worker.group(job))]
         ids = dict.fromkeys(member.id for member in jobs if member.open)
         if not ids:
@@ -370,7 +368,7 @@ class Handlers:
     def _shown_alert(self, what: str, remedy: str, field: str = "") -> Updates:
         """Return updates that show an error and leave everything else unchanged."""
         line = job_view.Line("failed", what=what, remedy=remedy, field=field)
-        return (gr.skip(), job_view.status_html(line, panels=self.audience.panels), *_unchanged(5))
+        return (gr.skip(), job_view.status_html(line, panels=self.audience.panels), *_unchanged(4))
 
 
 def _updates(view: job_view.View, before: job_view.View | None) -> Updates:
@@ -387,7 +385,7 @@ def _updates(view: job_view.View, before: job_view.View | None) -> Updates:
             gr.update(visible=not view.busy),
             gr.update(visible=view.busy, value=title, interactive=not view.stopping),
         )
-    return (changed("picture"), changed("status"), changed("facts"), *buttons, changed("job_id"), changed("job_id"))
+    return (changed("picture"), changed("status"), changed("facts"), *buttons, changed("job_id"))
 
 
 def _read_object(stored: Any) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
-from runtime.server import image_uploads
+from runtime.server import image_uploads, latent_uploads
 from runtime.server.security import Submit
 from runtime.ui import api, form, panels, theme
 from runtime.ui.cluster_panel import ClusterPanel
@@ -99,16 +99,14 @@ def build(
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
             "engines": EnginesPanel(worker, engines, models, builds, of_single_frames),
-            "decode": DecodePanel(
-                worker, models, frame_decoders, settings.outputs_dir, settings.latents_dir, settings.weights_dir
-            ),
+            "decode": DecodePanel(worker, models, frame_decoders, settings, opens_folders=opens_folders),
             "models": ModelsPanel(model_tasks, models, settings, preview, worker),
             "loras": LorasPanel(models, settings.weights_dir),
             "settings": SettingsPanel(worker, engines.store, models, settings, sharing),
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
     )
-    return page, submissions, [*routes, *image_uploads.routes(keep)]
+    return page, submissions, [*routes, *image_uploads.routes(keep), *latent_uploads.routes(settings.latents_dir)]
 
 
 def _audience(settings: Settings, *, opens_folders: bool) -> Audience:

@@ -132,7 +132,7 @@ def disk_uses(cache_dir: Path, history_bytes: int, store: EngineStore) -> list[D
     engines = DiskUse("Engines", store.total_bytes(), limit, "Engines")
     history_info = "Videos, checkpoints, images, and deleted videos that can be restored."
     history = DiskUse("History", history_bytes, history_info, "History")
-    latents = DiskUse("Latents", folders["latents"], "Files that you put there to decode.")
+    latents = DiskUse("Latents", folders["latents"], "Files to decode: uploaded in Models, or put into the folder.")
     caches_info = "Make later starts faster. Delete them only while Tandem is stopped."
     caches = DiskUse("Caches", sum(folders[name] for name in _CACHES), caches_info)
     in_cache = [models, *([engines] if inside else []), history, latents, caches]

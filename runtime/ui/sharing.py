@@ -155,15 +155,14 @@ def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
         line = gr.HTML(status_html(sharing), elem_id="sharing-status", apply_default_css=False)
         stop_videos = gr.Button("Stop visitors' videos", elem_id="stop-visitors", min_width=160)
         end = gr.Button("Stop sharing", elem_id="stop-sharing", min_width=140)
-    last_status = gr.State("")
-    outputs = [line, stop_videos, end, last_status]
+    outputs = [line, stop_videos, end]
 
     def refresh(before: Any) -> tuple[Any, ...]:
         now = status_html(sharing)
         if now == before:
-            return (gr.skip(),) * 4
+            return (gr.skip(),) * 3
         open_ = sharing.state in {"opening", "open"}
-        return now, gr.update(visible=open_), gr.update(visible=open_), now
+        return now, gr.update(visible=open_), gr.update(visible=open_)
 
     def stop_all(before: Any) -> tuple[Any, ...]:
         sharing.stop_videos()
@@ -173,10 +172,10 @@ def add_sharing_bar(page: gr.Blocks, sharing: Sharing) -> None:
         sharing.end()
         return refresh(before)
 
-    gr.Timer(_REFRESH_SECONDS).tick(refresh, last_status, outputs, trigger_mode="once", **SERVED)
-    page.load(refresh, last_status, outputs, **SERVED)
-    stop_videos.click(stop_all, last_status, outputs, **SERVED)
-    end.click(end_all, last_status, outputs, **SERVED)
+    gr.Timer(_REFRESH_SECONDS).tick(refresh, line, outputs, trigger_mode="once", **SERVED)
+    page.load(refresh, line, outputs, **SERVED)
+    stop_videos.click(stop_all, line, outputs, **SERVED)
+    end.click(end_all, line, outputs, **SERVED)
 
 
 def status_html(sharing: Sharing) -> str:

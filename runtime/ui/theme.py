@@ -23,7 +23,7 @@ ICON = ASSETS / "icon.svg"
 _SCRIPTS = (
     "page.js", "form.js", "own_presets.js", "popovers.js", "stage.js", "group.js", "transport.js", "alerts.js",
     "times.js", "panels.js", "gallery.js", "queue.js", "images.js", "restore.js", "compare.js", "menus.js", "models.js",
-    "loras.js", "settings.js", "palette.js",
+    "decode.js", "loras.js", "settings.js", "palette.js",
 )  # fmt: skip
 _STYLES = ("style.css", "form.css", "stage.css", "panels.css", "engines.css", "settings.css")
 

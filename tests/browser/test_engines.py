@@ -84,9 +84,13 @@ def test_a_menu_at_the_end_of_the_window_is_scrolled_into_view(open_page: OpenPa
     assert bottom <= height
 
 
-def test_pinning_is_shown_in_another_tab(open_page: OpenPage, server: Server) -> None:
+def test_pinning_is_shown_in_another_tab_that_holds_no_connection(open_page: OpenPage, server: Server) -> None:
     engine = stock(server, 3)
-    page, other = open_page(), open_page()
+    page = open_page()
+    other, requests = page.context.new_page(), list[str]()
+    other.on("request", lambda request: requests.append(request.url))
+    other.goto(server.url)
+    ready(other)
     go(page)
     go(other)
     page.click(f"[data-engine='{engine}'] .menu > summary")
@@ -94,6 +98,10 @@ def test_pinning_is_shown_in_another_tab(open_page: OpenPage, server: Server) ->
     page.wait_for_selector(f"[data-engine='{engine}'] .tag:text('pinned')")
     other.wait_for_selector(f"[data-engine='{engine}'] .tag:text('pinned')")
     assert "Pinned: transformer." in page.inner_text("#message")
+    # Of a browser's tabs one waits for changes: it tells the others, and another one takes its place.
+    assert not [url for url in requests if "/tandem/now/" in url or "/heartbeat/" in url]
+    with other.expect_request("**/tandem/now/*"):
+        page.close()
 
 
 def test_a_build_survives_a_reload_and_is_cancelled(open_page: OpenPage) -> None:

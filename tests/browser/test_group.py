@@ -10,6 +10,21 @@ from tests.browser.test_accessibility import serious_issues
 pytestmark = pytest.mark.browser
 
 
+def make_variations(page: Any) -> None:
+    """Make a video, then four variations; a sound marks the end of each, of the variations once."""
+    page.evaluate("() => localStorage.setItem('tandem.sound', 'on')")
+    ask(page, "a red boat")
+    start(page)
+    wait_for_state(page, "done")
+    page.wait_for_function("() => window.tandem.chimes === 1")
+    first = page.get_attribute("#status .status", "data-job")
+    page.click("#facts [data-action=variations]")
+    await_job_after(page, first)
+    wait_for_state(page, "done")
+    page.wait_for_function("() => window.tandem.chimes > 1")
+    assert page.evaluate("() => window.tandem.chimes") == 2
+
+
 def compare_two(page: Any, ids: list[str]) -> None:
     """Compare the first variation, which is selected, with the third one by the keyboard."""
     page.focus("#facts [data-compare-with]")
@@ -42,13 +57,7 @@ def open_and_delete_stack(page: Any, ids: list[str]) -> None:
 
 def test_variations_fill_the_stage_and_are_kept_and_discarded_by_keyboard(open_page: OpenPage) -> None:
     page = open_page(color_scheme="light")
-    ask(page, "a red boat")
-    start(page)
-    wait_for_state(page, "done")
-    first = page.get_attribute("#status .status", "data-job")
-    page.click("#facts [data-action=variations]")
-    await_job_after(page, first)
-    wait_for_state(page, "done")
+    make_variations(page)
     page.wait_for_function("() => [...document.querySelectorAll('.cells video')].filter((v) => !v.paused).length === 4")
     ids = page.evaluate("() => [...document.querySelectorAll('[data-pick]')].map((pick) => pick.dataset.pick)")
 

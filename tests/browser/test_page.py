@@ -189,6 +189,7 @@ def test_errors_name_the_field_and_keep_the_form(open_page: OpenPage) -> None:
         "Describe the video in a sentence.",
     ]
     ask(page, "a red ball")
+    wait_for_state(page, "done")  # the error is out of date
     customize(page, width="190")
     page.click("#generate")
     page.wait_for_selector("#field-width input[aria-invalid=true]")

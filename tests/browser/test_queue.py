@@ -195,6 +195,11 @@ def test_variations_have_different_seeds(open_page: OpenPage) -> None:
 def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: OpenPage) -> None:
     page = open_page()
     assert page.is_hidden("#queue-next")
+    # It is never beside Generate, which comes and goes at another moment than the status.
+    shown = (
+        "() => { document.body.classList.add('busy'); return document.querySelector('#queue-next').checkVisibility(); }"
+    )
+    assert not page.evaluate(shown)
     page.keyboard.press("Control+,")
     page.check("#sound")
     # The headless browser has no notifications: it stays off, and the line says why.

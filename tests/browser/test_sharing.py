@@ -65,7 +65,8 @@ def test_without_the_password_only_the_login_is_shown(visit: Visit, shared: Serv
     page.fill("input:not([type=password])", "visitor")
     page.fill("input[type=password]", "wrong")
     page.keyboard.press("Enter")
-    page.wait_for_selector("text=Incorrect")
+    page.wait_for_selector("[role=alert]:has-text('Wrong username or password.')")
+    assert page.inner_text("h2") == "Log in to Tandem"
     # The user stays, also after another attempt.
     for _ in range(2):
         page.wait_for_function(

@@ -33,7 +33,7 @@ from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import records
 from runtime.queue import store as store_module
 from runtime.queue.records import Ahead, BuildEngines, DeleteEngine, JobRecord, Needs, State, work_of
-from runtime.queue.store import JobStore
+from runtime.queue.store import JobStore, RecentEnd
 from runtime.queue.views import Job
 from tests.plans import GIB, gpu, machine, tiny_plan
 from tests.queue.samples import add_job, requests, sample_plan, sample_request, sample_result
@@ -649,11 +649,21 @@ def test_videos_that_ended_lately_are_found(store: JobStore, monkeypatch: pytest
     store.request_cancel([old.id])
     monkeypatch.setattr("runtime.queue.store.time.time", lambda: now)
     store.request_cancel([new.id, theirs.id])
-    assert store.ended_since(60, None, 9) == {new.id: "cancelled"}
-    assert store.ended_since(600, None, 9) == {new.id: "cancelled", old.id: "cancelled"}
+    end = RecentEnd("cancelled", True)
+    assert store.ended_since(60, None, 9) == {new.id: end}
+    assert store.ended_since(600, None, 9) == {new.id: end, old.id: end}
     assert [*store.ended_since(600, None, 1)] == [new.id]
     store.resume(new.id)
     assert [*store.ended_since(600, None, 9)] == [old.id]
+    # A batch ends with its last video; paused ones do not count.
+    first, second, third = store.add_all([(sample_request(), sample_plan()) for _ in range(3)])
+    store.request_cancel([first.id])
+    assert store.ended_since(60, None, 1) == {first.id: RecentEnd("cancelled", False)}
+    store.hold([second.id, third.id], True)
+    assert store.ended_since(60, None, 1) == {first.id: end}
+    store.hold([second.id], False)
+    store.order.claim_job(second.id, "app.0")
+    assert store.ended_since(60, None, 1) == {first.id: RecentEnd("cancelled", False)}
 
 
 def test_a_scheduler_reads_the_first_videos_of_each_lane(store: JobStore) -> None:

@@ -1,5 +1,6 @@
 """The panel that decodes latents: its task in a worker, its player, and what it refuses."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runtime.core import settings
 from runtime.core.errors import TandemError
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -29,8 +31,7 @@ def panel(
     engines = EngineService(EngineStore(tmp_path / "engines", 10**9), probe(), tmp_path)
     worker = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines)
     models = {"wan": tiny("wan2.1")}
-    folders = tmp_path / "outputs", tmp_path / "latents", tmp_path / "weights"
-    yield DecodePanel(worker, models, lambda: frame_decoders(tmp_path / "weights"), *folders), worker
+    yield DecodePanel(worker, models, lambda: frame_decoders(tmp_path / "weights"), settings.load()), worker
     worker.close()
 
 
@@ -45,7 +46,7 @@ def test_a_file_is_decoded_and_played(panel: tuple[DecodePanel, RunningQueue], t
     parts = page.draw(Call(), {})
     assert '<option value="tiny">tiny</option>' in parts["choices"]
     assert 'value="wan"' in parts["choices"]
-    assert "<video" not in parts["player"]
+    assert "<video" not in parts["clips"]
     assert "Decode world.npy" in page.act(call(file=str(tmp_path / "world.npy"), channels="rgb,0"))["message"]
     until(lambda: not worker.tasks()[-1].open)
     (task,) = worker.tasks()
@@ -53,21 +54,32 @@ def test_a_file_is_decoded_and_played(panel: tuple[DecodePanel, RunningQueue], t
     assert task.seconds is not None and task.seconds > 0
     parts = page.draw(Call(), {})
     (video,) = (tmp_path / "outputs").glob("*.mp4")
-    assert video.name in parts["player"]
-    assert "20 frames" in parts["tasks"]
+    assert video.name in parts["clips"] and "20 frames" in parts["clips"]
+    assert task.id not in parts["tasks"]
+    # It is listed as long as its file exists, also by another process, which opens no folders on another machine.
+    again = DecodePanel(worker, {}, list, settings.load())
+    assert video.name in again.draw(Call(), {})["clips"]
+    with pytest.raises(TandemError):
+        again.act(Call(action="reveal", target=task.id))
+    video.unlink()
+    assert "<video" not in page.draw(Call(), {})["clips"]
 
 
 def test_files_in_the_folder_of_latents_are_chosen_by_name(
     panel: tuple[DecodePanel, RunningQueue], tmp_path: Path
 ) -> None:
     page, worker = panel
-    assert page.draw(Call(), {})["files"].strip() == ""
+    assert page.draw(Call(), {})["files"].count("<option") == 1  # a file elsewhere
     folder = tmp_path / "latents"
     folder.mkdir()
     (folder / "notes.txt").write_text("x")
     (folder / "more.npy").mkdir()
     np.save(folder / "a & b.npy", np.zeros((4, 8, 3, 4), "float32"))
-    assert page.draw(Call(), {})["files"].strip() == '<option value="a &amp; b.npy"></option>'
+    assert '<option value="a &amp; b.npy"' in page.draw(Call(), {})["files"]
+    older = folder / "older.npy"
+    older.write_bytes(b"")
+    os.utime(older, (1, 1))
+    assert page.draw(Call(), {})["files"].index("a &amp; b.npy") < page.draw(Call(), {})["files"].index("older.npy")
     for name in ("notes.txt", "more.npy", "../latents/a & b.npy", "b.npy"):
         with pytest.raises(TandemError) as refusal:
             page.act(call(file=name))
@@ -80,12 +92,18 @@ def test_files_in_the_folder_of_latents_are_chosen_by_name(
 def test_bad_latents_fail_with_a_reason(panel: tuple[DecodePanel, RunningQueue], tmp_path: Path) -> None:
     page, worker = panel
     np.save(tmp_path / "bad.npy", np.zeros((20, 9, 3, 4), "float32"))
-    page.act(call(file=str(tmp_path / "bad.npy")))
+    for name, code in (("bad.npy", "latents.channels"), ("missing.npy", "latents.unreadable")):
+        with pytest.raises(TandemError) as refusal:
+            page.act(call(file=str(tmp_path / name)))
+        assert refusal.value.code == code
+    assert worker.tasks() == []
+    np.save(tmp_path / "nan.npy", np.full((20, 8, 3, 4), np.nan, "float32"))
+    page.act(call(file=str(tmp_path / "nan.npy")))
     until(lambda: not worker.tasks()[-1].open)
     assert worker.tasks()[-1].state == "failed"
     parts = page.draw(Call(), {})
-    assert "9 channels" in parts["tasks"]
-    assert "<video" not in parts["player"]
+    assert "nan.npy" in parts["tasks"]
+    assert "<video" not in parts["clips"]
     assert not list((tmp_path / "outputs").glob("*"))
 
 
@@ -101,6 +119,8 @@ def test_bad_latents_fail_with_a_reason(panel: tuple[DecodePanel, RunningQueue],
         {"file": "/a.npy", "model": ["tiny"]},
         {"file": "/a.npy", "channels": "depth"},
         {"file": "/a.npy", "channels": None},
+        {"file": "", "elsewhere": "world.npy"},
+        {"file": "", "elsewhere": 3},
     ],
 )
 def test_other_values_are_refused(panel: tuple[DecodePanel, RunningQueue], values: dict[str, Any]) -> None:

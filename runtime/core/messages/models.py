@@ -381,6 +381,13 @@ _LATENTS: Mapping[str, Message] = {
     "latents.unknown_type": Message(
         "{file} is neither a .safetensors nor an .npy file.", "Save the latents with safetensors or numpy.save."
     ),
+    "latents.upload_parts": Message("{file} was not received completely.", "Upload it again."),
+    "latents.upload_disk_full": Message(
+        "{file} has {size:bytes}; {free:bytes} are free in {folder}.", "Free some space, or decode it where it is."
+    ),
+    "latents.upload_unwritten": Message(
+        "{file} cannot be saved in {folder}: {reason}.", "Make the folder writable, or decode the file where it is."
+    ),
     "latents.path_unreadable": Message("LATENTS is empty or unreadable.", "Give the path of a file of latents."),
     "latents.unreadable": Message("{file} cannot be read: {reason}.", "Give the path of a readable file of latents."),
     "latents.file_invalid": Message("{cause}", "Save the latents again with safetensors."),

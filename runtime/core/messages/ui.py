@@ -76,7 +76,7 @@ MESSAGES: Mapping[str, Message] = {
     "ui.repository_missing": Message("No repository is given.", "Enter OWNER/REPOSITORY, such as {example}."),
     "ui.latents_not_listed": Message(
         "{folder} has no such file of latents.",
-        "Choose a listed file, or enter the absolute path of a .safetensors or .npy file.",
+        "Choose a listed file, upload one, or enter the absolute path of a .safetensors or .npy file.",
     ),
     "ui.task_exists": Message("This task is already queued or running.", "See Tasks."),
     "ui.too_many_tasks": Message(
