@@ -5,6 +5,7 @@ A file is sent in parts: it may be larger than the body of a request, and take l
 
 import asyncio
 import filecmp
+import re
 import shutil
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from runtime.server.image_uploads import plain_name
 # Each unfinished upload has a folder in this one, which is removed after a day.
 _PARTIAL = ".uploads"
 _KEPT_SECONDS = 86_400
+_ID = re.compile(r"[0-9a-f]{1,32}")
 # What stays free, for videos.
 _SPARE_BYTES = 1 << 30
 
@@ -48,12 +50,14 @@ def save_part(folder: Path, upload: str, offset: int, size: int, name: str, data
     """Append a part to an upload; return the file, under a name that is free, once it is complete and can be read.
 
     Args:
-        upload: names the upload.
+        upload: names the upload, in hexadecimal digits.
         offset, size: of the part in the file, and of the file, in bytes.
 
     Raises:
         InvalidRequestError: if it is no file of latents, does not follow the part before it, or cannot be saved.
     """
+    if not _ID.fullmatch(upload):  # else it could name another folder, which is removed below
+        raise InvalidRequestError("latents", "latents.upload_parts", file=name)
     upload_dir = folder / _PARTIAL / upload
     partial = upload_dir / name
     try:

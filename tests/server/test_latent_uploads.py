@@ -53,6 +53,14 @@ def test_bad_uploads_leave_nothing(tmp_path: Path) -> None:
     refused("latents.not_numpy", 0, 5, content=b"notes")
 
 
+@pytest.mark.parametrize("upload", ["..", "", ".", "a/b", "A" * 16, "0" * 33])
+def test_an_upload_cannot_name_another_folder(upload: str, tmp_path: Path) -> None:
+    (tmp_path / "kept.npy").write_bytes(npy())
+    with pytest.raises(InvalidRequestError):
+        save_part(tmp_path, upload, 0, 5, "world.npy", b"notes")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.npy"]
+
+
 def test_only_the_owner_uploads_latents() -> None:
     path = f"/tandem/latents/{UPLOAD}/0/12/my world.npy"
     assert access("POST", path) == "login" and is_upload(path)
