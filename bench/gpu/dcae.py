@@ -59,12 +59,12 @@ from runtime.core import settings
 from runtime.engines import frame_decoders
 from runtime.engines.build import build_engine
 from runtime.engines.builders import tensorrt
-from runtime.engines.frame_decoders import BATCH
 from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.families.dcae.owl_programs import OwlDecoder
 from runtime.families.dcae.sources import spec_of
 from runtime.families.dcae.spec import read_architecture
+from runtime.models.spec import FRAME_BATCH
 from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 
@@ -134,9 +134,9 @@ class Measurement:
         latent = (8, 8) if vae.resized else tuple(-(-side // vae.scale_factor_spatial) for side in size)
         # Values that bfloat16 has: errors are those of the arithmetic.
         torch.manual_seed(1)
-        self.latents = torch.randn(1, BATCH, spec.vae.z_dim, *latent).bfloat16().float().to(self.device)
+        self.latents = torch.randn(1, FRAME_BATCH, spec.vae.z_dim, *latent).bfloat16().float().to(self.device)
         height, width = vae.frame_size(*latent)
-        self.facts = {"model": arguments.models, "wanted": arguments.sizes, "frames": f"{BATCH}x{height}x{width}"}
+        self.facts = {"model": arguments.models, "wanted": arguments.sizes, "frames": f"{FRAME_BATCH}x{height}x{width}"}
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         reference = self.placed(torch.float32)
         with torch.no_grad(), full_float32(self.device), ExactConvolutions():
@@ -205,7 +205,7 @@ class Measurement:
             **self.facts,
             variant=variant,
             ms=round(1000 * waited, 3),
-            frames_per_second=round(BATCH / waited, 1),
+            frames_per_second=round(FRAME_BATCH / waited, 1),
             ms_pipelined=round(1000 * self.seconds(call, waits=False), 3),
             error=error,
             **more,

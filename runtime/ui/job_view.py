@@ -392,7 +392,7 @@ def running_line(progress: Progress) -> Line:
         detail = f"step {progress.section_step} of {steps}"
     elif progress.building is not None:
         detail = page_text(progress.building.progress).what
-    elif progress.stage == "decode":
+    elif progress.stage in {"decode", "upscale"}:
         detail = f"{progress.frames} of {progress.frame_count} frames"
     time_left = formatting.time_left(progress.seconds_left)
     if progress.section and progress.plan is not None:
@@ -409,7 +409,13 @@ def _resumable(line: Line, job: Job) -> Line:
     return replace(line, checkpoint=status.checkpoint, resumable=True, alternative=status.alternative)
 
 
-_STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
+_STAGES = {
+    "encode": "reading the prompt",
+    "denoise": "denoising",
+    "decode": "decoding",
+    "upscale": "upscaling",
+    "mux": "saving",
+}
 
 
 def file_url(path: Path, saved: VideoSaved | None = None) -> str:

@@ -299,7 +299,7 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
     part = None if plan is None else plan.components[component]
     offers: Sequence[EngineOffer] = ()
     if preview is not None and plan is not None:
-        offers = preview.offers(component, plan.latent_shape[2:], plan.components[component].device)
+        offers = preview.offers_for(component)
     row = []
     for backend, title in BACKENDS.items():
         backend_offers = [offer for offer in offers if offer.backend == backend]
