@@ -261,6 +261,12 @@ class VideoSaved(_Event):
         return int(self.request["frames"]) if self.sections is None else self.sections[2]
 
     @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the video in pixels, upscaled if it was."""
+        sides = self.plan.get("upscaling") or self.request
+        return int(sides["width"]), int(sides["height"])
+
+    @property
     def continues(self) -> bool:
         """Whether the video ended early, and the job can be continued."""
         return self.sections is not None and self.sections[0] < self.sections[1]

@@ -502,7 +502,7 @@ class GenerationRequest(FrozenModel):
         str,
         UpscalerName(
             label="Upscaler",
-            help="The network that enlarges: a name from `models list`.",
+            help="The network that enlarges the frames. Some are made for drawn pictures, others for photographs.",
             group="upscaling",
             flag="--upscaler",
             metavar="NAME",

@@ -485,10 +485,10 @@ def check_plan(plan: ExecutionPlan, limits: KeyLimits) -> None:
     for name, value, most in (("frames", plan.frames, limits.frames), ("steps", plan.steps, limits.steps)):
         if most is not None and value > most:
             raise InvalidRequestError(name, "server.api_maximum", value=value, maximum=most)
-    if limits.pixels is not None and plan.width * plan.height > limits.pixels:
-        raise InvalidRequestError(
-            "size", "server.api_maximum_size", width=plan.width, height=plan.height, maximum=limits.pixels
-        )
+    width, height = plan.video_size
+    if limits.pixels is not None and width * height > limits.pixels:
+        field = "size" if plan.upscaling is None else "upscale"
+        raise InvalidRequestError(field, "server.api_maximum_size", width=width, height=height, maximum=limits.pixels)
 
 
 def check_queue(limits: KeyLimits, waiting: int, times: Sequence[float], now: float) -> None:

@@ -25,7 +25,7 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.facts import Fact, capitalized, first_words, lowered
-from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan, plain_output
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
@@ -448,6 +448,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         address: where the video is served; empty if it is not.
     """
     rows = result_rows(saved, job.plan, job.model_title)
+    plain = plain_output(saved.video)
     return render(
         "result.html",
         job=job.id,
@@ -464,6 +465,8 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         rows=rows,
         images=used_images(job.summary.images, pictures=audience.panels),
         reasons=backend_reasons(saved, job.plan),
+        plain=file_url(plain) if address and audience.panels and plain.is_file() else "",
+        plain_name=plain.name,
     )
 
 
@@ -474,7 +477,7 @@ def _summary(saved: VideoSaved) -> str:
     return " · ".join(
         (
             f"Seed {request['seed']}",
-            formatting.size(request["width"], request["height"]),
+            formatting.size(*saved.size),
             f"{saved.frames / request['fps']:.1f} s",
             counted(request["steps"], "step"),
             f"made in {formatting.duration(saved.timings['total'])}",
@@ -501,11 +504,11 @@ def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, s
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
     """Return names and values that describe a video."""
     request = saved.request
-    size = formatting.size(request["width"], request["height"])
     rows = [
         ("Seed", str(request["seed"])),
-        ("Video", f"{size}, {formatting.length(saved.frames, request['fps'])}"),
+        ("Video", f"{formatting.size(*saved.size)}, {formatting.length(saved.frames, request['fps'])}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
+        *_upscaled(saved),
         *_extras(request),
         ("Time", _time(saved)),
         ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
@@ -516,6 +519,15 @@ def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tupl
 def _guidance(request: Mapping[str, Any]) -> str:
     second = request.get("guidance_scale_2")
     return f"guidance {request['guidance_scale']:g}" + ("" if second is None else f" and {second:g}")
+
+
+def _upscaled(saved: VideoSaved) -> list[tuple[str, str]]:
+    """Return how the frames were enlarged, if they were."""
+    request = saved.request
+    if saved.plan.get("upscaling") is None:
+        return []
+    made = formatting.size(request["width"], request["height"])
+    return [("Upscaled", f"{request['upscale']} times from {made} by {request['upscaler']}")]
 
 
 def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
