@@ -218,7 +218,7 @@ class Choice(RequestField):
 
     def check(self, name: str, value: object) -> str:
         """Return the value; a whole number stands for its digits."""
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and str(value) in self.choices:
             value = str(value)
         if not isinstance(value, str) or value not in self.choices:
             raise InvalidRequestError(name, "request.not_a_choice", value=shortened(value), choices=list(self.choices))

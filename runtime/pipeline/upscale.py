@@ -118,7 +118,7 @@ class FrameUpscaler:
         calls: UpscalerCalls,
         backend: str,
         settings: Settings,
-        engines: EngineService,
+        engines: EngineService | None,
         emit: Callable[[Event], None],
         cancel: Cancel,
     ) -> None:

@@ -18,7 +18,7 @@ from runtime.core import settings
 from runtime.core.errors import TandemError
 from runtime.core.events import Event, FellBack, FramesUpscaled, StageStarted, VideoSaved, Warned
 from runtime.core.images import ImageUse
-from runtime.core.plan import ExecutionPlan, plain_output
+from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
 from runtime.core.request import UPSCALER
 from runtime.execution.decoded_frames import fetched
 from runtime.models.images import open_image
@@ -77,11 +77,12 @@ class VideoOutput:
         context.current = ("load", UPSCALER)
         context.loading(UPSCALER)
         started = time.perf_counter()
+        backend = context.plan.components[UPSCALER].backend
         upscaler = FrameUpscaler(
             calls_of(context.plan, context.spec),
-            context.plan.components[UPSCALER].backend,
+            backend,
             settings.load(),
-            residency.engines,
+            None if backend == PYTORCH else residency.engines,
             self._follow,
             context.cancel,
         )
