@@ -56,7 +56,7 @@ from torch import nn
 
 from bench.gpu import build_child_opset17, results
 from runtime.core import settings
-from runtime.engines import frame_decoders
+from runtime.engines import frame_decoders, offers
 from runtime.engines.build import build_engine
 from runtime.engines.builders import tensorrt
 from runtime.engines.reference import ExactConvolutions, full_float32
@@ -267,13 +267,13 @@ class Measurement:
         found = settings.load().replace(engine_cache_dir=folder, decoder_precision=precision or None)
         entry = build_child_opset17.run_typed_job if self.arguments.typed else build_child_opset17.run_job
         build = partial(build_engine, entry=entry)
-        profiled = frozenset[str]() if self.arguments.static else frame_decoders._PROFILED
+        profiled = frozenset[str]() if self.arguments.static else offers._PROFILED
         started = time.perf_counter()
         with (
             mock.patch.object(frame_decoders, "build_engine", build),
             # The level is part of the key.
             mock.patch.object(tensorrt, "_OPTIMIZATION_LEVEL", self.arguments.level),
-            mock.patch.object(frame_decoders, "_PROFILED", profiled),
+            mock.patch.object(offers, "_PROFILED", profiled),
             make_batched_decode_fn(self.placed(torch.float32), backend=backend, settings=found) as decode,
         ):
             decode.prepare(*self.latents.shape[3:])

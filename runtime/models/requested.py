@@ -5,13 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.cancel import never
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.models.catalogue import check_makes_videos, find, look_up
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.registry import find_upscaler
 from runtime.models.spec import ModelSpec
+
+# The field that is wrong, by what is wrong with an upscaler.
+_FIELDS = {"upscaler.none": "upscale", "upscaler.scale": "upscale", "upscaler.unknown": "upscaler"}
 
 
 def model_for(
@@ -31,9 +34,9 @@ def model_for(
         needs_image, keep, check: see `models.images.with_images`.
 
     Raises:
-        ModelError: if the model does not exist, only decodes, or it, a LoRA or the upscaler cannot be used.
-        InvalidRequestError: if a LoRA is for an expert that the model does not have, the upscaler does not enlarge as
-            much, or an image cannot be used.
+        ModelError: if the model does not exist, only decodes, or a file of it, a LoRA or the upscaler cannot be used.
+        InvalidRequestError: if a LoRA is for an expert that the model does not have, the upscaler is not installed
+            or does not enlarge as much, or an image cannot be used.
         MachineError: if the process that decodes images does not start.
         OutputError: if the disk is too full for the copy of an image.
     """
@@ -47,13 +50,16 @@ def with_upscaler(spec: ModelSpec, request: GenerationRequest, weights_dir: Path
     """Return a model with the upscaler of a request, if it has one.
 
     Raises:
-        ModelError: if it is not installed, or cannot be used.
-        InvalidRequestError: if it does not enlarge as much.
+        ModelError: if its file cannot be used.
+        InvalidRequestError: if it is not installed, or does not enlarge as much.
     """
     if request.upscale == OFF:
         return spec
     name = None if request.upscaler == AUTO else request.upscaler
     try:
         return replace(spec, upscaler=find_upscaler(name, int(request.upscale), weights_dir))
-    except InvalidRequestError as error:
-        raise InvalidRequestError("upscale", error.fact.code, **error.fact.data) from error
+    except (InvalidRequestError, ModelError) as error:
+        field = _FIELDS.get(error.fact.code)
+        if field is None:
+            raise
+        raise InvalidRequestError(field, error.fact.code, **error.fact.data) from error

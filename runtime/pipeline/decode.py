@@ -77,7 +77,11 @@ def decode_file(
     source = (_Frames if request.spec.only_decodes else _Clips)(file, layout)
 
     def finish(fields: dict[str, Any]) -> tuple[Decoded, str, dict[str, Any], None]:
-        named = {"latents": request.latents.name, "model": request.spec.name, "channels": request.channels}
+        named: dict[str, Any] = {
+            "latents": request.latents.name,
+            "model": request.spec.name,
+            "channels": request.channels,
+        }
         done = Decoded(**fields, **named, **source.outcome)
         described = {**done.metadata(), "latents_shape": list(file.shape), "latents_dtype": file.dtype}
         return done, f"{request.latents.name} · {request.spec.title}", {"tandem": {"decode": described}}, None

@@ -56,7 +56,7 @@ def test_a_process_prints_json_on_standard_output_and_text_on_standard_error(
     out, before = folder / "boat.mp4", folder.stat().st_mode
     weights = cache_dir / "weights" / "upscalers" / "small.safetensors"
     save_safetensors(weights, COMPACT_CONFIG)
-    for path in (weights, *weights.parents[:2]):
+    for path in (weights, *weights.parents[:3]):
         path.chmod(0o700 if path.is_dir() else 0o600)
     flags = ("--steps", "2", "--seed", "7", "--guidance", "5,2", "--upscale", "2", "--upscaler", "small", "--json")
     arguments = command(tiny("wan2.2-a14b"), out, *flags)

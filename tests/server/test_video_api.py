@@ -182,7 +182,7 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
         ({"vae_precision": "float16"}, 400, "vae_precision", "planner.vae_16bit_on_cpu"),
         ({"upscale": 5}, 400, "upscale", "request.not_a_choice"),
         ({"upscale": 2, "upscaler": "../secret.safetensors"}, 400, "upscaler", "request.upscaler_name"),
-        ({"upscale": 2, "upscaler": "no-such"}, 400, None, "upscaler.unknown"),
+        ({"upscale": 2, "upscaler": "no-such"}, 400, "upscaler", "upscaler.unknown"),
     ):
         with subtests.test(msg=str(values)):
             answer = http.post("v1/videos", json={**SMALL, **values})
