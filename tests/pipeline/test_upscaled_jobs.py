@@ -21,6 +21,7 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.plan import ExecutionPlan, plain_output
+from runtime.core.progress import Progress
 from runtime.core.request import UPSCALER
 from runtime.execution.residency import Residency
 from runtime.families.dcae.batched import BatchedDecoder
@@ -85,6 +86,14 @@ def test_a_job_saves_both_videos(clip: Clip, tmp_path: Path) -> None:
     assert [frames for kind, frames in counts if kind is FramesUpscaled] == list(range(1, FRAMES + 1))
     # Frames are enlarged while others are still to be decoded.
     assert counts.index((FramesUpscaled, 1)) < counts.index((FramesDecoded, FRAMES))
+    progress, shares = Progress(), []
+    for moment, event in enumerate(events):
+        progress = progress.after(event, float(moment))
+        shares.append(progress.fraction)
+        if isinstance(event, FramesUpscaled):
+            assert (progress.stage, progress.frames, progress.frame_count) == ("upscale", event.frames, FRAMES)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
     plain = np.concatenate(decoded)
     assert clip.spec.upscaler is not None
     with torch.inference_mode():

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.facts import Fact
 from runtime.core.plan import EngineRef, ExecutionPlan, Upscaling
 from runtime.core.request import UPSCALER, GenerationRequest
 from runtime.families.esrgan import upscalers
@@ -178,8 +177,6 @@ def test_without_an_upscaler_a_plan_says_how_to_get_one(
     monkeypatch.setattr(upscalers, "_MODULE", "no_such_package")
     with pytest.raises(InvalidRequestError) as caught:
         plan(tiny("wan2.1"), tmp_path, upscale=2)
-    assert caught.value.field == "upscale"
-    assert caught.value.fact == Fact(
-        "upscaler.none", {"package": upscalers.PACKAGE, "folder": str(tmp_path / "upscalers")}
-    )
+    assert (caught.value.fact.code, caught.value.field) == ("upscaler.none", "upscale")
+    assert caught.value.fact.data["package"] == upscalers.PACKAGE
     assert plan(tiny("wan2.1"), tmp_path, upscaler="none-such").upscaling is None
