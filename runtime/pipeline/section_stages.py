@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -187,9 +188,11 @@ def join_sections(
     parts = _parts(sections_of(context.plan, context.spec), context.section.sections)
     with VideoOutput(context, job_id, on_frames) as output:
         try:
-            for frame in files.joined(parts):
+            frames = files.joined(parts)
+            upscaling = context.plan.upscaling
+            while batch := list(islice(frames, 1 if upscaling is None else upscaling.batch)):
                 context.cancel.check_pause()
-                output.write(frame[None])
+                output.write(np.stack(batch))
             return output.finish()
         except (BadResultError, OutputError) as error:
             # The stored frames are of no use.

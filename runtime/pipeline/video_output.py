@@ -129,7 +129,8 @@ class VideoOutput:
             context.begin_stage("upscale", UPSCALER)
         start = 0
         while start < len(frames):
-            part = torch.from_numpy(frames[start : start + upscaler.frames_per_call])
+            # A copy, because frames that were read from a file cannot be written to.
+            part = torch.from_numpy(frames[start : start + upscaler.frames_per_call].copy())
             start += len(part)
             # Large frames one by one: the writer's queue has a few chunks.
             for larger in fetched(upscaler(part).split(1), context.cancel.check):
