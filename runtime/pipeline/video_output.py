@@ -15,7 +15,7 @@ import torch
 
 from runtime import __version__
 from runtime.core import settings
-from runtime.core.errors import TandemError
+from runtime.core.errors import OutputError, TandemError
 from runtime.core.events import Event, FellBack, FramesUpscaled, StageStarted, VideoSaved, Warned
 from runtime.core.images import ImageUse
 from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
@@ -143,6 +143,7 @@ class VideoOutput:
 
         Raises:
             BadResultError: if the clip is degenerate; nothing is written.
+            OutputError: if the disk is full or a file cannot be replaced; nothing is left.
         """
         context, detector = self._context, self._detector
         if detector.fault is not None:
@@ -156,8 +157,14 @@ class VideoOutput:
         self._record_smaller_calls()
         saved = context.result()
         metadata = _metadata(saved, context.plan, self._job_id)
-        for writer in writers:
-            writer.finish(context.plan.prompt, metadata)
+        try:
+            for writer in writers:
+                writer.finish(context.plan.prompt, metadata)
+        except (OutputError, OSError):
+            if self._plain is not None:
+                # The plain video alone belongs to no job.
+                plain_output(context.plan.output).unlink(missing_ok=True)
+            raise
         return saved
 
     def _record_smaller_calls(self) -> None:

@@ -353,20 +353,28 @@ def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
     return f"{state}: {latency(on.likely)}{times}"
 
 
-def upscaling_html(values: Mapping[str, Any], upscalers: Sequence[str], weights_dir: Path) -> str:
+def upscaling_html(
+    values: Mapping[str, Any], upscalers: Sequence[str], weights_dir: Path, plan: ExecutionPlan | None = None
+) -> str:
     """Return the choices of upscaling; disabled with the reason if no upscaler is installed.
 
     Args:
         values: of the form's controls, by name.
         upscalers: names of those that are installed.
         weights_dir: where more of them can be put.
+        plan: of the form; `None` if it is invalid.
     """
     missing = Fact("upscaler.none", {"package": PACKAGE, "folder": weights_dir / UPSCALERS})
     problem = "" if upscalers else short(missing, WORDS)
     about = {name: FIELDS[name].help for name in ("upscale", "upscaler")}
     if not upscalers:
         about["upscale"] = paragraph(missing)
-    factors = [Option(value, title, "" if value == OFF else problem) for value, title in UPSCALES.items()]
+    titles = dict(UPSCALES)
+    if plan is not None:
+        for value in titles.keys() - {OFF}:
+            size = formatting.size(plan.width * int(value), plan.height * int(value))
+            titles[value] = f"{titles[value]}, {size}"
+    factors = [Option(value, title, "" if value == OFF else problem) for value, title in titles.items()]
     names = {AUTO: "Automatic"} | {name: name for name in upscalers}
     chosen = values.get("upscaler")
     if isinstance(chosen, str):
@@ -628,15 +636,16 @@ class PreviewPanel:
             parts |= {
                 "components": lambda: components_html(spec, summary, state["preview"], machine),
                 "options": lambda: options_html(values, machine, spec),
-                "upscaling": lambda: self._upscaling(values),
+                "upscaling": lambda: self._upscaling(values, state["preview"]),
                 "presets": lambda: self._presets(spec, state["request"], machine),
                 "cost": lambda: self._cost(spec),
                 "picture": lambda: render("plan_picture.html", picture=example_of(self._store, spec), spec=spec),
             }
         return drawn(parts)
 
-    def _upscaling(self, values: Mapping[str, Any]) -> str:
-        return upscaling_html(values, list(upscaler_paths(self._weights_dir)), self._weights_dir)
+    def _upscaling(self, values: Mapping[str, Any], preview: Preview | None) -> str:
+        plan = None if preview is None else preview.plan
+        return upscaling_html(values, list(upscaler_paths(self._weights_dir)), self._weights_dir, plan)
 
     def _cost(self, spec: ModelSpec) -> str:
         return cost_html(self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec))

@@ -115,6 +115,7 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     choose(page, "backend_vae", "pytorch")
     choose(page, "upscaler", "small")
     choose(page, "upscale", "2")
+    assert "128 × 64" in page.inner_text("#field-upscale option[value='2']")
     wait_for_chip(page, "upscaler", "PyTorch:")
     choose(page, "build", "never")
     page.wait_for_function("() => localStorage.getItem('tandem.form')?.includes('\"build\":\"never\"')")

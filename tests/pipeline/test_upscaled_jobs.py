@@ -12,6 +12,7 @@ import torch
 from runtime.core.events import (
     Cancelled,
     Event,
+    Failed,
     FramesDecoded,
     FramesUpscaled,
     OutOfMemory,
@@ -129,6 +130,16 @@ def test_a_killed_job_makes_the_same_videos(clip: Clip, tmp_path: Path) -> None:
     assert Resumed(step=4, of=4) in events
     assert not any(isinstance(event, StepDone) for event in events)
     assert [frames_of(path) for path in (clip.plan.output, clip.plain)] == whole
+
+
+def test_a_video_that_cannot_be_saved_leaves_no_plain_one(clip: Clip) -> None:
+    def block(event: Event) -> bool:
+        if isinstance(event, StageStarted) and event.stage == "save":
+            clip.plan.output.mkdir()
+        return False
+
+    assert isinstance(clip.run(cancel_at=block)[-1], Failed)
+    assert not clip.plain.exists()
 
 
 @pytest.mark.parametrize("lasting", [False, True])

@@ -128,10 +128,12 @@ def test_the_backend(
     assert (part.backend, any(use.build for use in part.engines)) == (chosen, builds)
     assert made.fell_back(UPSCALER) == (backend == "inductor")
     assert calls == ([] if backend == "pytorch" else [((1, 192, 320), "cpu")])
+    later = plan(tiny("wan2.1"), weights, offers=offers, upscale=2, backends={UPSCALER: backend}, build="idle")
+    # Engines that are not requested are built too when no video waits.
+    assert bool(later.components[UPSCALER].later) == (not ready)
+    assert later.components[UPSCALER].backend == ("pytorch" if builds else chosen)
     if chosen == "onnxruntime" and ready:
         assert made.seconds["upscale"].likely == pytest.approx(0.1 * 9)
-        later = plan(tiny("wan2.1"), weights, offers=offers, upscale=2, build="idle")
-        assert later.components[UPSCALER].backend == "onnxruntime"
 
 
 def test_a_finished_job_corrects_the_forecast(weights: Path, tiny: Tiny) -> None:
