@@ -20,7 +20,7 @@ from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, OutputError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, Planned, VideoSaved, Warned
 from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
-from runtime.core.plan import ExecutionPlan, plain_output
+from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
@@ -204,9 +204,8 @@ def _run(
         ):
             run.settle(executor.execute(run))
     if isinstance(run.outcome, VideoSaved) and environment.settings.outputs_dir not in run.outcome.video.parents:
-        for video in (run.outcome.video, plain_output(run.outcome.video)):
-            if video.is_file():
-                give_usual_permissions(video)
+        for video in filter(None, (run.outcome.video, run.outcome.plain)):
+            give_usual_permissions(video)
     return _report_end(run.outcome, components, hint, job_id=run.id, as_json=as_json)
 
 

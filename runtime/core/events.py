@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, Warnings, Words, render
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ExecutionPlan, plain_output
 
 Stage = Literal["build", "load", "encode", "denoise", "decode", "upscale", "save"]
 
@@ -265,6 +265,12 @@ class VideoSaved(_Event):
         """(width, height) of the video in pixels, upscaled if it was."""
         sides = self.plan.get("upscaling") or self.request
         return int(sides["width"]), int(sides["height"])
+
+    @property
+    def plain(self) -> Path | None:
+        """The same video before it was upscaled; `None` if it was not, or the file is gone."""
+        path = plain_output(self.video)
+        return path if self.plan.get("upscaling") is not None and path.is_file() else None
 
     @property
     def continues(self) -> bool:

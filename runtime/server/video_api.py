@@ -259,8 +259,9 @@ class VideoApi:
             raise refused(409, "server.api_not_ready", video=record.id)
         if variant == "thumbnail":
             return self._thumbnail(record)
-        upscaled = variant == "plain" and saved.plan.get("upscaling") is not None
-        video = plain_output(saved.video) if upscaled else saved.video
+        video = saved.video
+        if variant == "plain" and saved.plan.get("upscaling") is not None:
+            video = plain_output(video)
         path = find_output(str(video), self._settings.outputs_dir)
         if path is None:
             raise refused(404, "server.api_no_file", video=record.id)

@@ -11,7 +11,6 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
-from runtime.core.plan import plain_output
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache, UpscalerName
 from runtime.core.units import byte_size, counted
@@ -323,12 +322,13 @@ class HistoryPanel(JobsPanel):
         elif job.resumable:
             status = self._resume_status(job)
             resume_line = f"{status.memory} {status.checkpoint}".strip()
-        card, plain = self._card(job), plain_output(job.output)
+        card = self._card(job)
+        plain = saved.plain if saved is not None and card.video else None
         return render(
             "history_detail.html",
             job=job,
-            plain=job_view.file_url(plain) if card.video and plain.is_file() else "",
-            plain_name=plain.name,
+            plain="" if plain is None else job_view.file_url(plain),
+            plain_name="" if plain is None else plain.name,
             request=job.request if saved is None else saved.request,
             rows=rows,
             images=used_images({} if job.plan is None else job.plan.images),

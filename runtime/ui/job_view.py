@@ -25,7 +25,7 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.facts import Fact, capitalized, first_words, lowered
-from runtime.core.plan import BACKEND_TITLES, ExecutionPlan, plain_output
+from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
@@ -448,7 +448,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         address: where the video is served; empty if it is not.
     """
     rows = result_rows(saved, job.plan, job.model_title)
-    plain = plain_output(saved.video)
+    plain = saved.plain if address and audience.panels else None
     return render(
         "result.html",
         job=job.id,
@@ -465,8 +465,8 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         rows=rows,
         images=used_images(job.summary.images, pictures=audience.panels),
         reasons=backend_reasons(saved, job.plan),
-        plain=file_url(plain) if address and audience.panels and plain.is_file() else "",
-        plain_name=plain.name,
+        plain="" if plain is None else file_url(plain),
+        plain_name="" if plain is None else plain.name,
     )
 
 

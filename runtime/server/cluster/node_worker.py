@@ -29,7 +29,7 @@ from runtime.core.events import (
     SectionDone,
     VideoSaved,
 )
-from runtime.core.plan import ExecutionPlan, plain_output
+from runtime.core.plan import ExecutionPlan
 from runtime.core.settings import Settings
 from runtime.engines import manifest
 from runtime.engines.service import EngineService
@@ -357,9 +357,8 @@ class _SentWork:
         """Send how the job ended, after its video and files."""
         self._send_files()
         if isinstance(outcome, VideoSaved):
-            plain = plain_output(outcome.video)
-            if plain.is_file():
-                self._send(transfer.PLAIN, plain)
+            if outcome.plain is not None:
+                self._send(transfer.PLAIN, outcome.plain)
             self._send(transfer.VIDEO, outcome.video)
         self.waiting.put(("outcome", outcome))
 
