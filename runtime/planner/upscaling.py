@@ -146,8 +146,8 @@ class UpscalerCalls:
     def seconds(self, frames: int, kind: Kind, machine: Machine, history: History) -> Seconds:
         """Return how long so many frames take: as measured, else estimated for PyTorch."""
         flops = self.flops(frames)
-        known = seconds_per_call(history, kind, flops)
-        return known or forecast.decode_seconds(self.spec, flops, self.dtype, self.device, machine)
+        measured = seconds_per_call(history, kind, flops)
+        return measured or forecast.decode_seconds(self.spec, flops, self.dtype, self.device, machine)
 
     def run(self, kind: Kind, seconds: float, frames: int, *, loaded: bool) -> Run:
         """Return the run that records, for later forecasts, how long so many frames took."""
