@@ -56,15 +56,15 @@ from torch import nn
 
 from bench.gpu import build_child_opset17, results
 from runtime.core import settings
-from runtime.engines import frame_decoders
+from runtime.engines import frame_decoders, offers
 from runtime.engines.build import build_engine
 from runtime.engines.builders import tensorrt
-from runtime.engines.frame_decoders import BATCH
 from runtime.engines.reference import ExactConvolutions, full_float32
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.families.dcae.owl_programs import OwlDecoder
 from runtime.families.dcae.sources import spec_of
 from runtime.families.dcae.spec import read_architecture
+from runtime.models.spec import FRAME_BATCH
 from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 
@@ -134,9 +134,9 @@ class Measurement:
         latent = (8, 8) if vae.resized else tuple(-(-side // vae.scale_factor_spatial) for side in size)
         # Values that bfloat16 has: errors are those of the arithmetic.
         torch.manual_seed(1)
-        self.latents = torch.randn(1, BATCH, spec.vae.z_dim, *latent).bfloat16().float().to(self.device)
+        self.latents = torch.randn(1, FRAME_BATCH, spec.vae.z_dim, *latent).bfloat16().float().to(self.device)
         height, width = vae.frame_size(*latent)
-        self.facts = {"model": arguments.models, "wanted": arguments.sizes, "frames": f"{BATCH}x{height}x{width}"}
+        self.facts = {"model": arguments.models, "wanted": arguments.sizes, "frames": f"{FRAME_BATCH}x{height}x{width}"}
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float32
         reference = self.placed(torch.float32)
         with torch.no_grad(), full_float32(self.device), ExactConvolutions():
@@ -205,7 +205,7 @@ class Measurement:
             **self.facts,
             variant=variant,
             ms=round(1000 * waited, 3),
-            frames_per_second=round(BATCH / waited, 1),
+            frames_per_second=round(FRAME_BATCH / waited, 1),
             ms_pipelined=round(1000 * self.seconds(call, waits=False), 3),
             error=error,
             **more,
@@ -267,13 +267,13 @@ class Measurement:
         found = settings.load().replace(engine_cache_dir=folder, decoder_precision=precision or None)
         entry = build_child_opset17.run_typed_job if self.arguments.typed else build_child_opset17.run_job
         build = partial(build_engine, entry=entry)
-        profiled = frozenset[str]() if self.arguments.static else frame_decoders._PROFILED
+        profiled = frozenset[str]() if self.arguments.static else offers._PROFILED
         started = time.perf_counter()
         with (
             mock.patch.object(frame_decoders, "build_engine", build),
             # The level is part of the key.
             mock.patch.object(tensorrt, "_OPTIMIZATION_LEVEL", self.arguments.level),
-            mock.patch.object(frame_decoders, "_PROFILED", profiled),
+            mock.patch.object(offers, "_PROFILED", profiled),
             make_batched_decode_fn(self.placed(torch.float32), backend=backend, settings=found) as decode,
         ):
             decode.prepare(*self.latents.shape[3:])

@@ -317,7 +317,7 @@ class Bench:
         for name, part in plan.components.items():
             built = tuple(use.id for use in part.engines if use.build)
             if built:
-                of_part = offers(name, plan.latent_size, part.device)
+                of_part = offers(name, plan.engine_size(name), part.device)
                 chosen = (
                     offer for offer in of_part if [use.id for use in offer.engines] == [use.id for use in part.engines]
                 )

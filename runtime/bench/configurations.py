@@ -87,7 +87,7 @@ def _runs_everywhere(backend: str, request: GenerationRequest, plan: ExecutionPl
         return offer.backend == backend and (offer.ready or buildable)
 
     return all(
-        any(runs(offer) for offer in offers(name, plan.latent_size, part.device))
+        any(runs(offer) for offer in offers(name, plan.engine_size(name), part.device))
         for name, part in plan.components.items()
     )
 

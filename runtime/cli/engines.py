@@ -21,14 +21,13 @@ from runtime.core.plan import BACKEND_TITLES, is_block_program
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.core.units import UNITS, byte_size
-from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import probe
 from runtime.models.catalogue import check_makes_videos, decoders, find, folders
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import FRAME_BATCH, ModelSpec
 from runtime.pipeline.build_engines import (
     BuildResult,
     Turns,
@@ -252,7 +251,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     spec = find(request.model, settings.load().weights_dir)
     _check_component(spec, component)
     if spec.only_decodes:
-        latent = (BATCH, *frame_latents(request, spec))
+        latent = (FRAME_BATCH, *frame_latents(request, spec))
     else:
         latent = resolve(request, spec, PlanningContext(probe(), Path("none.mp4"))).latent_size
     files = []

@@ -13,7 +13,7 @@ from typer.exceptions import TyperException
 from runtime.core import settings
 from runtime.core.environment import environment_variables
 from runtime.core.errors import InvalidRequestError
-from runtime.core.facts import BACKEND_TITLES, shortened
+from runtime.core.facts import shortened
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, RequestField
 
@@ -25,8 +25,6 @@ OfflineFlag = Annotated[bool, typer.Option("--offline", help="Disable downloads.
 # The second one is huggingface_hub's: it disables the downloads of libraries.
 _OFFLINE_VARIABLES = ("TANDEM_OFFLINE", "HF_HUB_OFFLINE")
 
-# The limits of --crf, the constant rate factor.
-CRF_LIMITS = (0, 51)
 # The shift that lightx2v used to distill its LoRAs; a test compares it with the value in the family.
 _LIGHTNING_SHIFT = 5.0
 # Values for --steps, --guidance and --shift that a preset sets if the options are not given.
@@ -105,25 +103,6 @@ def flags_in(text: str) -> Flags:
         problem = error.format_message() if isinstance(error, TyperException) else str(error)
         raise InvalidRequestError("flags", "cli.flags_invalid", problem=problem.strip().rstrip(".")) from error
     return options
-
-
-def check_file_options(backend: str, numbers: Mapping[str, tuple[int | None, int, int]]) -> None:
-    """Check the options of commands that make a video of a file.
-
-    Args:
-        numbers: value, minimum and maximum by name; `None` is not checked.
-
-    Raises:
-        InvalidRequestError: if one is invalid.
-    """
-    if backend not in {AUTO, *BACKEND_TITLES}:
-        raise InvalidRequestError(
-            "backend", "request.not_a_choice", value=repr(backend)[:40], choices=[AUTO, *BACKEND_TITLES]
-        )
-    for name, (value, low, most) in numbers.items():
-        if value is not None and not low <= value <= most:
-            nearest = min(max(value, low), most)
-            raise InvalidRequestError(name, "request.out_of_range", value=value, low=low, high=most, nearest=nearest)
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:

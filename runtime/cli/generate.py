@@ -81,7 +81,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         spec,
         PlanningContext(environment.machine, output, environment.engines.offers(spec), environment.history.read()),
     )
-    check_output(output, plan.width, plan.height, plan.frames, plan.crf)
+    check_output(output, *plan.video_size, plan.frames, plan.crf)
     terminal.line(clip_text(spec, plan))
     terminal.line(time_text(plan))
     seconds = plan.seconds["load"].likely + plan.seconds["total"].likely
@@ -148,7 +148,7 @@ def _check_resumed(job: JobRecord, out: str | None, outputs_dir: Path) -> None:
     output = job.output if out is None else _given_path(out)
     if output.parent == outputs_dir:
         make_folder(outputs_dir)
-    check_output(output, job.plan.width, job.plan.height, job.plan.frames, job.plan.crf)
+    check_output(output, *job.plan.video_size, job.plan.frames, job.plan.crf)
 
 
 def _stored(
@@ -204,7 +204,8 @@ def _run(
         ):
             run.settle(executor.execute(run))
     if isinstance(run.outcome, VideoSaved) and environment.settings.outputs_dir not in run.outcome.video.parents:
-        give_usual_permissions(run.outcome.video)
+        for video in filter(None, (run.outcome.video, run.outcome.plain)):
+            give_usual_permissions(video)
     return _report_end(run.outcome, components, hint, job_id=run.id, as_json=as_json)
 
 
@@ -246,7 +247,8 @@ def _given_path(out: str) -> Path:
 
 def _print_saved(end: VideoSaved) -> None:
     timings = end.timings
-    stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in ("encode", "denoise", "decode", "mux"))
+    names = [name for name in ("encode", "denoise", "decode", "upscale", "mux") if name in timings]
+    stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in names)
     terminal.line(
         f"Saved. Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s"
     )

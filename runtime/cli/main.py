@@ -276,7 +276,7 @@ def doctor() -> Outcome:
 
 
 @_command(app, "build")
-@takes_options("model", "width", "height", "frames", "backend", "quantization", "lora")
+@takes_options("model", "width", "height", "frames", "backend", "quantization", "lora", "upscale", "upscaler")
 def build(
     request: GenerationRequest,
     again: Annotated[bool, typer.Option("--again", help="Rebuild existing engines too.")] = False,

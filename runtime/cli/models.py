@@ -12,6 +12,7 @@ from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, cut, render, short
+from runtime.core.request import UPSCALER
 from runtime.core.units import byte_size
 from runtime.families.esrgan.upscalers import upscalers
 from runtime.machine.probe import probe
@@ -37,7 +38,7 @@ from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.registry import family_of, read_spec
 from runtime.models.single_file import expert_of
-from runtime.models.spec import UPSCALER, VAE_ENCODER, Defaults, ModelSpec, is_transformer
+from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.requirements import Needs, needs
 

@@ -24,7 +24,7 @@ from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 
-_STAGES = ("encode", "denoise", "decode")
+_STAGES = ("encode", "denoise", "decode", "upscale")
 _TENTHS_BELOW = 10
 
 
@@ -76,8 +76,12 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     steps = f"{plan.steps} step{'' if plan.steps == 1 else 's'}"
     if plan.sections > 1:
         steps = f"{plan.sections} sections of {steps}"
+    size = f"{plan.width}x{plan.height}"
+    if plan.upscaling is not None:
+        width, height = plan.video_size
+        size = f"{size}, upscaled {plan.upscale} times to {width}x{height} by {plan.upscaler}"
     return (
-        f"{spec.title}: {plan.width}x{plan.height}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
+        f"{spec.title}: {size}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
         f"fps), {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
     )
 
@@ -132,7 +136,7 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen:
 
 def time_text(plan: ExecutionPlan) -> str:
     """Return a line with the forecast of a plan's duration."""
-    stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES)
+    stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES if name in plan.seconds)
     return forecast_text(plan.seconds["total"], plan.seconds["load"].likely, f": {stages}")
 
 

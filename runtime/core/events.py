@@ -5,13 +5,14 @@
     Planned             then, always
     Resumed             the job continues from a checkpoint
     EngineProgress      repeatedly, while an engine is built
-    StageStarted        build, load, encode, denoise, decode, save; "build" once per component with an engine to build,
-                        "load" once per component that is not in memory
+    StageStarted        build, load, encode, denoise, decode, upscale, save; "build" once per component with an engine
+                        to build, "load" once per component that is not in memory
     FellBack            a component runs in PyTorch from now on instead of on its engine
     StepDone            after each denoising step
     CheckpointSaved     from now on the job can be resumed after this step
     OutOfMemory         memory ran out; the job is retried with the next strategy, or fails
     FramesDecoded       after each decoded chunk
+    FramesUpscaled      after each enlarged frame, while others are decoded
     SectionDone         a section of a video that is made in sections is finished, and on disk
     Warned              a fact to show with the result
     Paused              this run ends without a result; the job can be resumed
@@ -30,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, Warnings, Words, render
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ExecutionPlan, plain_output
 
 Stage = Literal["build", "load", "encode", "denoise", "decode", "upscale", "save"]
 
@@ -201,6 +202,14 @@ class FramesDecoded(_Event):
     preview: bytes | None = Field(default=None, repr=False, exclude=True)
 
 
+class FramesUpscaled(_Event):
+    """`frames` of `of` frames of the video are enlarged."""
+
+    event: Literal["FramesUpscaled"] = "FramesUpscaled"
+    frames: int
+    of: int
+
+
 class SectionDone(_Event):
     """Section `section` of `of` is finished; `frames` frames of the video, from `start` on, do not change any more."""
 
@@ -225,7 +234,8 @@ class VideoSaved(_Event):
         video: path of the MP4.
         request: every field as resolved.
         plan: what ran where, and why, as `ExecutionPlan.to_json` returns it.
-        timings: seconds of encode, denoise, decode, mux and total over all runs of the job, without loading.
+        timings: seconds of encode, denoise, decode, mux and total over all runs of the job, without loading; also
+            upscale if the frames were enlarged.
         load_seconds: seconds spent on loading weights, in all runs.
         peak_memory_bytes: of the device on CUDA, otherwise of the process, in the last run.
         warnings: facts to show with the result; text where an earlier version or an MP4 file holds it.
@@ -249,6 +259,18 @@ class VideoSaved(_Event):
     def frames(self) -> int:
         """The number of frames in the video."""
         return int(self.request["frames"]) if self.sections is None else self.sections[2]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the video in pixels, upscaled if it was."""
+        sides = self.plan.get("upscaling") or self.request
+        return int(sides["width"]), int(sides["height"])
+
+    @property
+    def plain(self) -> Path | None:
+        """The same video before it was upscaled; `None` if it was not, or the file is gone."""
+        path = plain_output(self.video)
+        return path if self.plan.get("upscaling") is not None and path.is_file() else None
 
     @property
     def continues(self) -> bool:
@@ -326,6 +348,7 @@ Event = (
     | CheckpointSaved
     | OutOfMemory
     | FramesDecoded
+    | FramesUpscaled
     | SectionDone
     | Warned
     | Paused

@@ -21,7 +21,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ImageUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, OFF, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
 
 PYTORCH = "pytorch"
@@ -233,6 +233,26 @@ def default_crf(width: int, height: int) -> int:
     return _SMALL_CRF if width * height <= _SMALL_PIXELS else _CRF
 
 
+class Upscaling(FrozenModel):
+    """How the frames of a video are enlarged after they are decoded.
+
+    Attributes:
+        width, height: of the result, in pixels.
+        tile: side of the tiles that a frame is cut into, in its pixels; `None` for whole frames.
+        batch: frames, or tiles, of one call.
+    """
+
+    width: int
+    height: int
+    tile: int | None
+    batch: int
+
+
+def plain_output(output: Path) -> Path:
+    """Return where a video that was upscaled is kept in the size in which it was made: NAME.plain.mp4."""
+    return output.with_name(f"{output.stem}.plain{output.suffix}")
+
+
 class ResolvedRequest(FrozenModel):
     """Content and sampling of a video: fields of `GenerationRequest` without "auto" values.
 
@@ -244,6 +264,8 @@ class ResolvedRequest(FrozenModel):
         step_cache: the kind of step cache with its strength, or "none".
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
+        upscale: how many times larger the frames become; "off" for not at all.
+        upscaler: the name of what enlarges them; "auto" if nothing does.
         image, last_image: what the video starts from and ends with.
         image_fit, image_position: how they become frames, see `video.images.fitted`.
     """
@@ -263,6 +285,8 @@ class ResolvedRequest(FrozenModel):
     step_cache: str
     loras: tuple[LoraUse, ...]
     crf: int
+    upscale: str = OFF
+    upscaler: str = AUTO
     image: ImageUse | None = None
     last_image: ImageUse | None = None
     image_fit: str = CROP
@@ -311,6 +335,7 @@ class ExecutionPlan(ResolvedRequest):
         guidance_reason: the reason for guidance scales that the model has for videos from images; `None` for others.
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
         mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
+        upscaling: how frames are enlarged; `None` if they are not. `width` and `height` are the sides before that.
     """
 
     request: GenerationRequest
@@ -338,6 +363,7 @@ class ExecutionPlan(ResolvedRequest):
     guidance_reason: Fact | None = None
     model_version: int = 1
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
+    upscaling: Upscaling | None = None
 
     @field_validator("request", mode="wrap")
     @classmethod
@@ -351,6 +377,16 @@ class ExecutionPlan(ResolvedRequest):
     def gpus(self) -> int:
         """Number of devices that run the job; 1 for a CPU."""
         return 1 if self.split is None else len(self.split.devices)
+
+    @property
+    def video_size(self) -> tuple[int, int]:
+        """(width, height) of the video in `output`, in pixels."""
+        return (self.width, self.height) if self.upscaling is None else (self.upscaling.width, self.upscaling.height)
+
+    @property
+    def plain_crf(self) -> int:
+        """The constant rate factor of frames that are not upscaled."""
+        return default_crf(self.width, self.height) if self.request.crf == AUTO else self.crf
 
     @property
     def total_steps(self) -> int:
@@ -373,6 +409,14 @@ class ExecutionPlan(ResolvedRequest):
         """(latent frames, latent height, latent width)."""
         _, _, frames, height, width = self.latent_shape
         return frames, height, width
+
+    def engine_size(self, component: str) -> LatentSize:
+        """Return the size that engines of a component are for: the clip's in latents, or the upscaler's calls."""
+        if component != UPSCALER or self.upscaling is None:
+            return self.latent_size
+        sides = (self.height, self.width)
+        height, width = (side if self.upscaling.tile is None else min(side, self.upscaling.tile) for side in sides)
+        return self.upscaling.batch, height, width
 
     @property
     def memory_bytes(self) -> int:
@@ -454,4 +498,5 @@ class ExecutionPlan(ResolvedRequest):
             "guidance_reason": str(self.guidance_reason or ""),
             "model_version": self.model_version,
             "expert_steps": dict(self.expert_steps),
+            "upscaling": None if self.upscaling is None else self.upscaling.model_dump(),
         }

@@ -2,7 +2,8 @@
 
 `Pace` estimates the remaining time from the plan's forecast and the measured steps. Before the first step only the
 forecast counts. Each step halves the weight of the forecast in favor of the measured median. Decoding, which comes
-last, is expected to deviate from its forecast as much as the steps do.
+last, is expected to deviate from its forecast as much as the steps do. Frames are enlarged while others are decoded,
+so both count as one part, which is done as far as frames are enlarged.
 
 The share that is done weighs the parts of a job by their forecast seconds. Within a part whose work is not counted,
 such as loading, it moves with time, the slower the more the part exceeds its forecast.
@@ -20,6 +21,7 @@ from runtime.core.events import (
     Failed,
     FellBack,
     FramesDecoded,
+    FramesUpscaled,
     OutOfMemory,
     Paused,
     Planned,
@@ -46,6 +48,8 @@ _STEADY = 0.7
 _IMAGE_PARTS = ("image_encoder", "vae_encoder")
 # The stages of commands that make a video of a file, without a plan.
 _OF_FILES = ("decode", "upscale")
+# The last stages, in which frames are made.
+_OF_FRAMES = frozenset({"decode", "upscale"})
 _COMPONENT: dict[str, str] = {"encode": "text_encoder", "decode": "vae"}
 
 
@@ -63,7 +67,7 @@ class Pace:
         expert: the running transformer.
         forecast, expected: seconds of one of its steps, from the plan and corrected by the previous transformer.
         measured: seconds of each of its steps.
-        frames: decoded.
+        frames: decoded, or enlarged if the plan does that.
     """
 
     plan: ExecutionPlan | None = None
@@ -150,7 +154,7 @@ class Pace:
 
     def _decoded_share(self, plan: ExecutionPlan, now: float) -> float:
         share = self.frames / plan.frames
-        if self.stage != "decode":
+        if self.stage not in _OF_FRAMES:
             return share
         # Up to the end of the section, and of a video that is made whole to its end.
         goal = 1.0 if plan.sections == 1 else min((self.step // plan.steps) / plan.sections, 1.0)
@@ -184,7 +188,7 @@ class Pace:
             counts = self.plan is None or self.plan.computed[event.step - 1]
             measured = (*self.measured, event.seconds) if counts else self.measured
             return replace(self, step=event.step, measured=measured, last=now)
-        if isinstance(event, FramesDecoded):
+        if isinstance(event, FramesUpscaled) or (isinstance(event, FramesDecoded) and not self._enlarges):
             return replace(self, frames=event.frames, last=now)
         if isinstance(event, OutOfMemory) and event.plan is not None:
             # Everything is freed; the job continues at another speed.
@@ -202,9 +206,17 @@ class Pace:
             )
         return self
 
+    @property
+    def _enlarges(self) -> bool:
+        """Whether frames are enlarged, without which a frame is not finished."""
+        return self.plan is not None and self.plan.upscaling is not None
+
     def _entering(self, event: StageStarted, now: float) -> "Pace":
         if self.plan is None:
             return self
+        if self.stage == "decode" and event.stage == "upscale":
+            # Frames are decoded meanwhile.
+            return replace(self, stage=event.stage, part=event.part)
         pace = self
         if self.stage == "load" and self.part is not None:
             took, forecast = self.loading
@@ -239,7 +251,8 @@ class Pace:
 
     def _loads(self, plan: ExecutionPlan, now: float) -> float:
         names = list(plan.components)
-        encoders = sum(not name.startswith("transformer") for name in names) - 1  # all but the VAE's decoder
+        # All but the VAE's decoder and the upscaler.
+        encoders = sum(not name.startswith("transformer") for name in names[: names.index("vae")])
         current = names.index(self.part) if self.part in names else self.encoded * encoders
         took, forecast = self.loading
         total = plan.seconds["load"].likely
@@ -262,12 +275,12 @@ class Pace:
         return seconds * self.step_seconds / self.forecast if self.forecast else seconds
 
     def _decode(self, plan: ExecutionPlan, now: float) -> float:
-        seconds = self._scaled(plan.seconds["decode"].likely)
+        seconds = self._scaled(_weight(plan, "decode"))
         if plan.sections > 1:
             # Between the steps of sections: what is measured of one includes none of the others.
             elapsed = now - self.last if self.stage == "decode" else 0.0
             return max(seconds * (1 - self.frames / plan.frames) - elapsed, 0.0)
-        if self.stage != "decode":
+        if self.stage not in _OF_FRAMES:
             return seconds
         # The first chunk is a single frame and a poor measure of the others.
         if self.frames <= 1:
@@ -279,9 +292,13 @@ class Pace:
 
 
 def _weight(plan: ExecutionPlan, part: str) -> float:
-    """Return the forecast seconds of a part of a job; of a plan without a forecast, its operations."""
+    """Return the forecast seconds of a part of a job; of a plan without a forecast, its operations.
+
+    Decoding includes that frames are enlarged.
+    """
     if plan.seconds:
-        return plan.seconds[part].likely
+        enlarging = plan.seconds["upscale"].likely if part == "decode" and "upscale" in plan.seconds else 0.0
+        return plan.seconds[part].likely + enlarging
     return {"denoise": plan.total_steps * plan.step_flops, "decode": plan.decode_flops}.get(part, 0.0)
 
 
@@ -320,7 +337,7 @@ class Progress:
         part: its component.
         building: the latest progress of an engine build.
         step, steps: denoising steps done, and their number.
-        frames, frame_count: frames decoded, and their number.
+        frames, frame_count: frames decoded, or enlarged if that runs, and their number.
         pace: measured and estimated times.
         now: the moment, in seconds of a monotonic clock.
         reached: the share that was done at the last event.
@@ -432,8 +449,12 @@ class Progress:
             changes = {"step": event.step, "frames": _frames_after(self.plan, event.step)}
         elif isinstance(event, StepDone):
             changes = {"step": event.step, "part": event.part, "preview": event.preview or self.preview}
+        elif isinstance(event, FramesUpscaled):
+            changes = {"frames": event.frames}
         elif isinstance(event, FramesDecoded):
-            changes = {"frames": event.frames, "preview": event.preview or self.preview}
+            changes = {"preview": event.preview or self.preview}
+            if self.stage != "upscale" or self.plan is None:
+                changes["frames"] = event.frames
             changes["frame_count"] = self.frame_count or event.of
         elif isinstance(event, OutOfMemory):
             changes = {"plan": event.plan or self.plan, "warnings": (*self.warnings, event.fact)}

@@ -29,12 +29,17 @@ from runtime.core.request_fields import (
     Prompt,
     RequestField,
     StepCache,
+    UpscalerName,
 )
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, STRENGTHS, TAYLORSEER
 
 __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
 
-COMPONENTS = ("text_encoder", "text_encoder_2", "image_encoder", "vae_encoder", "transformer", "transformer_2", "vae")
+# The component that enlarges finished frames, which belongs to no model.
+UPSCALER = "upscaler"
+COMPONENTS = (
+    "text_encoder", "text_encoder_2", "image_encoder", "vae_encoder", "transformer", "transformer_2", "vae", UPSCALER,
+)  # fmt: skip
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
 IDLE = "idle"
@@ -72,6 +77,8 @@ ATTENTIONS: Final = {
 COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always"}
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCache", TAYLORSEER: "TaylorSeer"}
+OFF = "off"
+UPSCALES: Final = {OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -474,6 +481,33 @@ class GenerationRequest(FrozenModel):
             low=0.0,
             high=MAX_SECONDS,
             whole=False,
+        ),
+    ] = AUTO
+
+    upscale: Annotated[
+        str,
+        Choice(
+            label="Upscale",
+            help="Enlarge the finished frames with a neural network, to 2, 3 or 4 times the width and height. The "
+            "video in its own size is kept too.",
+            group="upscaling",
+            flag="--upscale",
+            metavar="2|3|4",
+            unset=OFF,
+            docs="upscale.md",
+            choices=UPSCALES,
+        ),
+    ] = OFF
+    upscaler: Annotated[
+        str,
+        UpscalerName(
+            label="Upscaler",
+            help="The network that enlarges the frames. Some are made for drawn pictures, others for photographs.",
+            group="upscaling",
+            flag="--upscaler",
+            metavar="NAME",
+            unset="the one for animated videos",
+            docs="upscale.md",
         ),
     ] = AUTO
 

@@ -29,6 +29,7 @@ ALL = "all"
 
 _WHITESPACE = "\t\n\r"
 _LONGEST_FILE = 4_000
+_PATH_CHARACTERS = frozenset("/\\")
 # Of a width and a height; `SIZE_PATTERN` is for JSON Schema.
 SIZE_PATTERN = r"^ *[0-9]{1,5} *[xX×*] *[0-9]{1,5} *$"
 _SIZE = re.compile(r"\s*([0-9]{1,5})\s*[xX×*]\s*([0-9]{1,5})\s*")
@@ -47,7 +48,7 @@ class RequestField:
     Attributes:
         label: the control's label in the web form.
         help: what the field means, in one or two sentences.
-        group: where the web form shows it: "prompt", "video", "more", "acceleration", "loras" or "image".
+        group: where the web form shows it: "prompt", "video", "more", "acceleration", "loras", "image" or "upscaling".
         flag: the command line's option, such as "--width"; empty for one that another option sets, or an argument.
         metavar: how the option's value is written in help texts.
         unset: the default as help texts state it.
@@ -58,7 +59,7 @@ class RequestField:
     _: KW_ONLY
     label: str
     help: str
-    group: Literal["prompt", "video", "more", "acceleration", "loras", "image"]
+    group: Literal["prompt", "video", "more", "acceleration", "loras", "image", "upscaling"]
     flag: str = ""
     metavar: str = ""
     unset: str = "the model's"
@@ -142,6 +143,22 @@ class Name(RequestField):
 
 
 @dataclass(frozen=True)
+class UpscalerName(RequestField):
+    """An installed upscaler's name, or "auto". Never a path: a page or program cannot open files of its choice."""
+
+    def check(self, name: str, value: object) -> str:
+        """Return the name."""
+        usable = isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= _LONGEST_FILE
+        if not isinstance(value, str) or not usable or not _PATH_CHARACTERS.isdisjoint(value):
+            raise InvalidRequestError(name, "request.upscaler_name", value=shortened(value))
+        return value
+
+    def json_schema(self) -> JsonSchemaValue:
+        """Return the longest length."""
+        return {"maxLength": _LONGEST_FILE}
+
+
+@dataclass(frozen=True)
 class Number(RequestField):
     """A number, or `open`.
 
@@ -200,7 +217,9 @@ class Choice(RequestField):
     choices: Mapping[str, str]
 
     def check(self, name: str, value: object) -> str:
-        """Return the value."""
+        """Return the value; a whole number stands for its digits."""
+        if isinstance(value, int) and not isinstance(value, bool) and str(value) in self.choices:
+            value = str(value)
         if not isinstance(value, str) or value not in self.choices:
             raise InvalidRequestError(name, "request.not_a_choice", value=shortened(value), choices=list(self.choices))
         return value

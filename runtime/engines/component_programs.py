@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
+from runtime.core.request import UPSCALER
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
-from runtime.models.spec import FRAME_PROGRAMS, UPSCALER, ModelSpec, is_text_encoder
+from runtime.models.spec import FRAME_PROGRAMS, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.planner.choice.engine_index import ShapeProfile
 from runtime.upstream.torch import without_computing

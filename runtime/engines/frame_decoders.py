@@ -13,14 +13,10 @@ from runtime.core.plan import EngineRef
 from runtime.engines.build import BuildRequest, build_engine
 from runtime.engines.builders import Builder, builders_for, builders_of
 from runtime.engines.child import Report
+from runtime.engines.offers import frame_precision, frame_profiles
 from runtime.engines.service import EngineService
-from runtime.models.spec import FRAME_DECODER, ModelSpec
-from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
-
-# Frames of a full batch.
-BATCH = 8
-# Builders of TensorRT plans with several optimization profiles.
-_PROFILED = frozenset({"onnx_tensorrt", "tensorrt_rtx"})
+from runtime.models.spec import FRAME_BATCH, FRAME_DECODER, ModelSpec
+from runtime.planner.choice.engine_index import EngineKey, EngineRecord
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ def frame_engine(
     latent: tuple[int, int],
     device: str,
     *,
-    batch: int = BATCH,
+    batch: int = FRAME_BATCH,
     precision: str = "",
 ) -> FrameEngine:
     """Return the engine that a builder would build now.
@@ -77,21 +73,18 @@ def frame_engine(
     Args:
         latent: (height, width) of the latents.
         batch: frames of a full batch.
-        precision: of the arithmetic; by default float16 on a GPU, whose error is a sixth of bfloat16's, and float32 on
-            a CPU. An overflow is found when the engine is verified.
+        precision: of the arithmetic; by default `offers.frame_precision`.
 
     Raises:
         ModelError: if the weights cannot be read.
         EngineError: if the device does not exist.
     """
-    full = ShapeProfile.fixed((batch, *latent))
-    profiles = (full, ShapeProfile((1, *latent), full.max, full.max)) if builder.name in _PROFILED else (full,)
     key = builder.key(
         spec,
         frame_component(spec),
         frame_component(spec),
-        profiles,
-        precision=precision or ("float32" if device == "cpu" else "float16"),
+        frame_profiles(builder.name, (batch, *latent)),
+        precision=precision or frame_precision(device),
         machine=engines.machine,
         device=device,
         cache_dir=engines.cache_dir,
@@ -117,7 +110,7 @@ def builder_of(engines: EngineService, backend: str, device: str, component: str
 
 
 def usable_engines(
-    engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = BATCH
+    engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = FRAME_BATCH
 ) -> list[FrameEngine]:
     """Return the engines in the library that were faster than PyTorch, the fastest first."""
     ranking = []
@@ -130,7 +123,7 @@ def usable_engines(
 
 
 def buildable_engines(
-    engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = BATCH
+    engines: EngineService, spec: ModelSpec, latent: tuple[int, int], device: str, *, batch: int = FRAME_BATCH
 ) -> list[FrameEngine]:
     """Return an engine of each backend that this machine can build, the usually fastest first."""
     first: dict[str, Builder] = {}

@@ -17,7 +17,7 @@ from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
 from runtime.engines.key_parts import TOKENS_OPTION, imported_key, runnable_programs
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import FRAME_PROGRAMS, ModelSpec, is_transformer
 from runtime.models.vae_groups import GROUP_PROGRAMS, calls_of
 from runtime.planner.choice.engine_index import (
     IMPORTED,
@@ -37,6 +37,8 @@ from runtime.planner.memory_model import call_flops
 
 # The entry of `EngineKey.options` that states whether an imported engine's adapters are exact.
 EXACT = "exact"
+# Builders of TensorRT plans with several optimization profiles.
+_PROFILED = frozenset({"onnx_tensorrt", "tensorrt_rtx"})
 # Transformers of more parameters run on block engines on a GPU: one engine of all blocks takes gigabytes of disk and
 # memory for each size and LoRA.
 _MOST_WHOLE_PARAMETERS = 1_000_000_000
@@ -68,7 +70,13 @@ class ModelOffers:
         """Return the offers for a component, those for the requested size first.
 
         An imported engine of another size is mentioned in the offers of its backend that have no engine yet.
+
+        Args:
+            latent: of the clip; for the upscaler, see `ExecutionPlan.engine_size`.
         """
+        owner = self.spec.owner_of(component)
+        if owner is not self.spec:
+            return replace(self, spec=owner)(component, latent, device)
         builders = _in_order(builders_for(device), self.spec, component, device)
         names = {builder.name for builder in builders}
         rest = [builder for name, builder in BUILDERS.items() if name not in names]
@@ -97,11 +105,15 @@ class ModelOffers:
 
     def key(self, builder: Builder, component: str, use: EngineRef, device: str) -> EngineKey:
         """Return the key of the engine that a builder would build now for the program, sizes and precision of `use`."""
+        if use.program in FRAME_PROGRAMS:
+            profiles = frame_profiles(builder.name, use.profile[2])
+        else:
+            profiles = (ShapeProfile(*use.profile),)
         return builder.key(
             self.spec,
             component,
             use.program,
-            (ShapeProfile(*use.profile),),
+            profiles,
             precision=use.precision,
             machine=self.machine,
             device=device,
@@ -156,12 +168,17 @@ class ModelOffers:
 
     def _engine(self, builder: Builder, component: str, program: str, size: LatentSize, device: str) -> _Engine:
         """Return the engine of a builder for a program at a latent size, built or not."""
-        profile = _profile(builder.name, program, self.spec, size, device)
+        if program in FRAME_PROGRAMS:
+            profile = frame_profiles(builder.name, size)[-1]
+            precision = frame_precision(device)
+        else:
+            profile = _profile(builder.name, program, self.spec, size, device)
+            precision = builder.default_precision(self.spec, program, self.machine, device)
         use = EngineRef(
             id="",
             program=program,
             builder=builder.name,
-            precision=builder.default_precision(self.spec, program, self.machine, device),
+            precision=precision,
             profile=(profile.min, profile.opt, profile.max),
         )
         key = self.key(builder, component, use, device)
@@ -216,6 +233,24 @@ class ModelOffers:
                 reasons = _with_loras(differing, record, self.spec.loras_of(component))
                 return Fact("engine.nearest_differs", {"differences": reasons}), misfit(key, record.key)
         return Fact("engine.none_yet"), None
+
+
+def frame_profiles(builder: str, full: LatentSize) -> tuple[ShapeProfile, ...]:
+    """Return the sizes that an engine of single frames is built for: full batches and, where it can, smaller ones.
+
+    Args:
+        full: (frames, height, width) of a full batch.
+    """
+    whole = ShapeProfile.fixed(full)
+    return (whole, ShapeProfile((1, *full[1:]), full, full)) if builder in _PROFILED else (whole,)
+
+
+def frame_precision(device: str) -> str:
+    """Return the precision of engines of single frames: float16 on a GPU, whose error is a sixth of bfloat16's.
+
+    An overflow is found when the engine is verified.
+    """
+    return "float32" if device == "cpu" else "float16"
 
 
 def _scale(record: EngineRecord, spec: ModelSpec, component: str, size: LatentSize) -> float:

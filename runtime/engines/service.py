@@ -144,6 +144,7 @@ class EngineService:
         """
         if use.builder == IMPORTED:
             raise EngineError("engine.imported_not_built", engine=use.id)
+        spec = spec.owner_of(component)
         key = self.offers(spec).key(BUILDERS[use.builder], component, use, device)
         if key.digest() != use.id:
             raise EngineError("engine.planned_for_others", engine=use.id)

@@ -17,6 +17,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
+from runtime.core.request import UPSCALER
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import OF_PACKAGES, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
@@ -458,7 +459,8 @@ class Residency:
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free components of earlier jobs that this plan does not use."""
-        keys = {key for name, part in plan.components.items() for key in _keys(spec, name, plan, part)}
+        parts = {name: part for name, part in plan.components.items() if name != UPSCALER}  # it is loaded for each job
+        keys = {key for name, part in parts.items() for key in _keys(spec, name, plan, part)}
         fit = self.group_manager.fits(plan.split)
         self._ahead.keep_only(keys)
         for key in [key for key in self._loaded if key not in keys or not (fit or key.split is None)]:

@@ -61,6 +61,10 @@ FAMILIES: dict[str, Entry] = {
 }
 
 
+# The family of upscalers, which are found by name, not by folder.
+_UPSCALERS = "esrgan"
+
+
 class LoraLayer(NamedTuple):
     """A layer that a LoRA file changes.
 
@@ -371,6 +375,12 @@ class Family(Protocol):
 def family_of(name: str) -> Family:
     """Return a family's torch-free part by `ModelSpec.family`."""
     return cast("Family", import_module(f"{FAMILIES[name].package}.spec").FAMILY)
+
+
+def find_upscaler(name: str | None, scale: int, weights_dir: Path) -> ModelSpec:
+    """Return an installed upscaler by name; see `families.esrgan.upscalers.find_upscaler`."""
+    finder = import_module(f"{FAMILIES[_UPSCALERS].package}.upscalers")
+    return cast("ModelSpec", finder.find_upscaler(name, scale, weights_dir, by_path=False))
 
 
 def takes_loras(family: str) -> bool:

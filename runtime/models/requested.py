@@ -1,14 +1,20 @@
-"""The model of a request: its spec with the LoRAs and images that the request adds."""
+"""The model of a request: its spec with the LoRAs, the upscaler and the images that the request adds."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from runtime.core.cancel import never
-from runtime.core.request import GenerationRequest
+from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.models.catalogue import check_makes_videos, find, look_up
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
+from runtime.models.registry import find_upscaler
 from runtime.models.spec import ModelSpec
+
+# The field that is wrong, by what is wrong with an upscaler.
+_FIELDS = {"upscaler.none": "upscale", "upscaler.scale": "upscale", "upscaler.unknown": "upscaler"}
 
 
 def model_for(
@@ -21,19 +27,39 @@ def model_for(
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> ModelSpec:
-    """Return a request's model with its LoRAs and images.
+    """Return a request's model with its LoRAs, upscaler and images.
 
     Args:
         needs_weights: whether the model's weights must be downloaded.
         needs_image, keep, check: see `models.images.with_images`.
 
     Raises:
-        ModelError: if the model does not exist, only decodes, or it or a LoRA cannot be used.
-        InvalidRequestError: if a LoRA is for an expert that the model does not have, or an image cannot be used.
+        ModelError: if the model does not exist, only decodes, or a file of it, a LoRA or the upscaler cannot be used.
+        InvalidRequestError: if a LoRA is for an expert that the model does not have, the upscaler is not installed
+            or does not enlarge as much, or an image cannot be used.
         MachineError: if the process that decodes images does not start.
         OutputError: if the disk is too full for the copy of an image.
     """
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
     check_makes_videos(spec, request.model)
-    spec = with_loras(spec, request.loras, weights_dir)
+    spec = with_upscaler(with_loras(spec, request.loras, weights_dir), request, weights_dir)
     return with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
+
+
+def with_upscaler(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> ModelSpec:
+    """Return a model with the upscaler of a request, if it has one.
+
+    Raises:
+        ModelError: if its file cannot be used.
+        InvalidRequestError: if it is not installed, or does not enlarge as much.
+    """
+    if request.upscale == OFF:
+        return spec
+    name = None if request.upscaler == AUTO else request.upscaler
+    try:
+        return replace(spec, upscaler=find_upscaler(name, int(request.upscale), weights_dir))
+    except (InvalidRequestError, ModelError) as error:
+        field = _FIELDS.get(error.fact.code)
+        if field is None:
+            raise
+        raise InvalidRequestError(field, error.fact.code, **error.fact.data) from error

@@ -15,7 +15,15 @@ from pydantic import Field
 
 from runtime.core.images import ImageUse
 from runtime.core.loras import LoraUse
-from runtime.core.request import MAX_FPS, MAX_FRAMES, MAX_GUIDANCE, MAX_PROMPT_CHARACTERS, MAX_SIDE, MAX_STEPS
+from runtime.core.request import (
+    MAX_FPS,
+    MAX_FRAMES,
+    MAX_GUIDANCE,
+    MAX_PROMPT_CHARACTERS,
+    MAX_SIDE,
+    MAX_STEPS,
+    UPSCALER,
+)
 from runtime.models.sections import SamplingType, Sections
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
@@ -27,10 +35,10 @@ _SMALL_BYTES = 1 << 30
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
-# The same of a model that enlarges single frames.
-UPSCALER = "upscaler"
 # Programs of single frames, whose batch size is the number of frames.
 FRAME_PROGRAMS = frozenset({FRAME_DECODER, UPSCALER})
+# Frames of a full batch on a GPU.
+FRAME_BATCH = 8
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
@@ -326,6 +334,7 @@ class ModelSpec:
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         image, last_image: the images of one request, see `models.images.with_images`.
+        upscaler: what enlarges the frames of one request, see `models.requested.with_upscaler`.
         noise: where the scheduler puts the steps.
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
             in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
@@ -365,6 +374,7 @@ class ModelSpec:
     section: SectionSpec | None = None
     image: ImageUse | None = None
     last_image: ImageUse | None = None
+    upscaler: "ModelSpec | None" = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedded_guidance: bool = False
@@ -425,6 +435,13 @@ class ModelSpec:
         """Return the model with the components of images in every plan: for planning its engines."""
         images = self.image_input
         return self if images is None else replace(self, image_input=replace(images, required=True))
+
+    def owner_of(self, component: str) -> "ModelSpec":
+        """Return the model that a component of a plan belongs to: the upscaler is a model of its own."""
+        if component != UPSCALER or self.only_decodes:
+            return self
+        assert self.upscaler is not None
+        return self.upscaler
 
     @property
     def only_decodes(self) -> bool:

@@ -74,7 +74,7 @@ def wanted_engines(
             continue
         for offer, use, device in _of_component(name, request, plan, offers, engines.machine, only):
             if use.id not in engines_by_id:
-                seconds = build_seconds(spec, name, use.program, use.builder, use.profile[1], index)
+                seconds = build_seconds(spec.owner_of(name), name, use.program, use.builder, use.profile[1], index)
                 engines_by_id[use.id] = WantedEngine(name, use, offer.backend, device, seconds)
     return list(engines_by_id.values())
 
@@ -195,7 +195,7 @@ def _of_component(
     if backend == PYTORCH:
         return
     device = plan.components[name].device
-    offered = [offer for offer in offers(name, plan.latent_size, device) if backend in {AUTO, offer.backend}]
+    offered = [offer for offer in offers(name, plan.engine_size(name), device) if backend in {AUTO, offer.backend}]
     # Those that a video with these settings can use.
     case = ComponentSettings(
         component=name,

@@ -4,36 +4,31 @@ For the axes of latents, see `decode_plan`. Clips are shown one after the other.
 makes them.
 """
 
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from runtime import __version__
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, ran_out
-from runtime.core.events import Event, FellBack, FramesDecoded, StageStarted, Warned
+from runtime.core.events import Event, FellBack, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan
 from runtime.core.request import AUTO
 from runtime.core.settings import Settings
-from runtime.engines.frame_decoders import BATCH
 from runtime.engines.service import EngineService
 from runtime.execution import components
-from runtime.execution.decoded_frames import fetched
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.machine.load import LoadMeter
 from runtime.models.latent_files import LatentFile
+from runtime.models.spec import FRAME_BATCH
 from runtime.models.weights import load_module
+from runtime.pipeline.conversion import Converted, convert
 from runtime.pipeline.decode_plan import COLORS, DecodePlan, LatentLayout
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.memory_model import DTYPE_BYTES, tile_sides_of
-from runtime.video.mp4 import VideoWriter, check_output
 
 # Latent frames in one call of a VAE.
 _VAE_CHUNK = 1
@@ -42,41 +37,20 @@ _VAE_SHARE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoded:
-    """A finished video.
+class Decoded(Converted):
+    """A finished video of latents.
 
     Attributes:
-        seconds: of decoding and encoding, without loading the model.
-        load_seconds: of loading the model, and building its engine if that was missing.
-        backend, engine, fallbacks: see `families.dcae.batched.BatchedDecoder`.
+        latents: the name of the file.
     """
 
-    video: Path
     latents: str
     model: str
-    frames: int
-    width: int
-    height: int
-    fps: int
     channels: tuple[str, ...]
-    seconds: float
-    load_seconds: float
-    backend: str
-    engine: str = ""
-    fallbacks: tuple[Fact, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values, and the frames decoded in a second."""
-        rate = self.frames / self.seconds if self.seconds else 0.0
-        return {
-            **vars(self),
-            "video": str(self.video),
-            "channels": list(self.channels),
-            "fallbacks": list(map(str, self.fallbacks)),
-            "seconds": round(self.seconds, 3),
-            "load_seconds": round(self.load_seconds, 3),
-            "frames_per_second": round(rate, 2),
-        }
+        """See `Converted`."""
+        return {**super().to_json(), "channels": list(self.channels)}
 
 
 def decode_file(
@@ -99,37 +73,25 @@ def decode_file(
         BadResultError: if the model returns NaN or Inf.
         CancelledError: within one batch of the request; nothing is left.
     """
-    machine, request, layout = engines.machine, plan.request, plan.layout
-    check_output(request.output, plan.width, plan.height, layout.count, plan.crf)
+    request, layout, began = plan.request, plan.layout, time.monotonic()
     source = (_Frames if request.spec.only_decodes else _Clips)(file, layout)
-    loading = time.monotonic()
+
+    def finish(fields: dict[str, Any]) -> tuple[Decoded, str, dict[str, Any], None]:
+        named: dict[str, Any] = {
+            "latents": request.latents.name,
+            "model": request.spec.name,
+            "channels": request.channels,
+        }
+        done = Decoded(**fields, **named, **source.outcome)
+        described = {**done.metadata(), "latents_shape": list(file.shape), "latents_dtype": file.dtype}
+        return done, f"{request.latents.name} · {request.spec.title}", {"tandem": {"decode": described}}, None
+
     with source.opened(request.backend, settings, engines, plan.device, emit, cancel) as batches:
-        emit(StageStarted(stage="decode"))
-        started, meter, written = time.monotonic(), LoadMeter(), 0
-        with VideoWriter(request.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
-            for frames in fetched(_shown(batches, plan.panels), cancel.check):
-                writer.write(frames.numpy())
-                written += len(frames)
-                emit(FramesDecoded(frames=written, of=layout.count))
-            emit(StageStarted(stage="save"))
-            writer.close_stream()
-            cancel.check()
-            done = Decoded(
-                video=request.output,
-                latents=request.latents.name,
-                model=request.spec.name,
-                frames=written,
-                width=plan.width,
-                height=plan.height,
-                fps=plan.fps,
-                channels=request.channels,
-                seconds=time.monotonic() - started,
-                load_seconds=started - loading,
-                **source.outcome,
-            )
-            writer.finish(f"{request.latents.name} · {request.spec.title}", _metadata(done, file))
+        meter = LoadMeter()
+        done = convert(plan, "decode", _shown(batches, plan.panels), layout.count, began, emit, cancel, finish)
     if not done.fallbacks:
-        HistoryFile(settings.cache_dir, machine).add([plan.run(machine, done.seconds, loaded=meter.loaded)])
+        run = plan.run(engines.machine, done.seconds, loaded=meter.loaded)
+        HistoryFile(settings.cache_dir, engines.machine).add([run])
     return done
 
 
@@ -189,7 +151,7 @@ class _Frames(_Source):
         """Load the decoder."""
         decoder = load_decoder(str(self.spec.directory), device=device, dtype=self.layout.dtype_on(device))
         decode = make_batched_decode_fn(
-            decoder, BATCH, backend=backend, settings=settings, engines=engines, emit=emit, cancel=cancel
+            decoder, FRAME_BATCH, backend=backend, settings=settings, engines=engines, emit=emit, cancel=cancel
         )
         decode.prepare(*self.layout.axes[2:])
         return _Opened(self._batches(decode), decode.close)
@@ -197,8 +159,8 @@ class _Frames(_Source):
     def _batches(self, decode: Any) -> Iterator[torch.Tensor]:
         architecture: Any = self.spec.vae
         for clip in range(self.layout.clips):
-            for start in range(0, self.layout.axes[0], BATCH):
-                stop = min(start + BATCH, self.layout.axes[0])
+            for start in range(0, self.layout.axes[0], FRAME_BATCH):
+                stop = min(start + FRAME_BATCH, self.layout.axes[0])
                 values = self.file.read(self.clip(clip), start, stop)
                 latents = self.tensor(values, clip * self.layout.axes[0] + start).float() * architecture.latent_factor
                 frames = decode(latents[None])[0]
@@ -327,15 +289,3 @@ class _Opened:
     def __exit__(self, *_: object) -> None:
         """Free the decoder."""
         self._close()
-
-
-def _metadata(done: Decoded, file: LatentFile) -> dict[str, Any]:
-    """Return the metadata of the MP4."""
-    facts = {key: value for key, value in done.to_json().items() if key != "video"}
-    return {
-        "tandem": {
-            "decode": {**facts, "latents_shape": list(file.shape), "latents_dtype": file.dtype},
-            "versions": {"tandem": __version__, "python": platform.python_version(), "torch": torch.__version__},
-            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        }
-    }

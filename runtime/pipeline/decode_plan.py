@@ -24,8 +24,6 @@ from runtime.planner.history import History, Kind, Run, architecture, device_nam
 from runtime.planner.memory_model import DTYPE_BYTES
 
 COLORS = 3
-# PyTorch, diffusers and transformers, from the page cache, on 2 cores.
-_IMPORT_SECONDS = 3.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +212,11 @@ class DecodePlan:
         return plan
 
     @property
+    def output(self) -> Path:
+        """The MP4."""
+        return self.request.output
+
+    @property
     def height(self) -> int:
         """Pixels of the video."""
         return self.layout.frame_size[0]
@@ -258,7 +261,7 @@ class DecodePlan:
     def load_seconds(self) -> float:
         """About how long a new process takes to import its libraries and to read the decoder's weights."""
         size = self.request.spec.parameters[self.layout.component] * DTYPE_BYTES[self.layout.dtype_on(self.device)]
-        return _IMPORT_SECONDS + forecast.read_seconds(size).likely
+        return forecast.process_seconds(size)
 
     def run(self, machine: Machine, seconds: float, *, loaded: bool) -> Run:
         """Return the run that records, for later forecasts, how long decoding took; `loaded` as in `history.Run`."""

@@ -38,6 +38,8 @@ COMPUTE_FIELDS = (
     "fps",
     "crf",
     "gpus",
+    "upscale",
+    "upscaler",
 )
 # What identifies the files of each component of a model: name, size and time of each.
 Stamps = Mapping[str, list[list[Any]]]

@@ -12,14 +12,15 @@ from runtime.execution.residency import Residency
 from runtime.machine.load import LoadMeter
 
 _SAMPLE_SECONDS = 0.05
-_STAGES = ("encode", "denoise", "decode", "mux")
+_STAGES = ("encode", "denoise", "decode", "upscale", "mux")
 
 
 class Metrics:
     """Measures a job inside the `with` block.
 
-    A stage that is retried after out-of-memory takes the time of all attempts. Memory is what is allocated on a CUDA
-    device, plus that of the fullest GPU of a group; without CUDA, what is resident in this process.
+    A stage inside another one is not part of it. A stage that is retried after out-of-memory takes the time of all
+    attempts. Memory is what is allocated on a CUDA device, plus that of the fullest GPU of a group; without CUDA, what
+    is resident in this process.
 
     Args:
         device: of the transformer.
@@ -83,8 +84,10 @@ class Metrics:
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:
-        self._running = (name, time.perf_counter(), self._residency.load_seconds)
         self._update_peak()
+        outer, outer_peak = self._running, self._stage_peak
+        self._seconds = self._so_far()
+        self._running = (name, time.perf_counter(), self._residency.load_seconds)
         with self._lock:
             self._stage_peak = 0
             if self._cuda:
@@ -97,6 +100,9 @@ class Metrics:
             self.stage_peaks[name] = max(self._stage_peak - self._memory_before, self.stage_peaks.get(name, 0))
             self._seconds = self._so_far()
             self._running = None
+            if outer is not None:
+                self._running = (outer[0], time.perf_counter(), self._residency.load_seconds)
+                self._stage_peak = max(self._stage_peak, outer_peak)
 
     def add_earlier(self, timings: Mapping[str, float], load_seconds: float) -> None:
         """Add the seconds of earlier runs of the job."""
@@ -117,7 +123,8 @@ class Metrics:
     def timings(self) -> dict[str, float]:
         """Return seconds by stage so far, and their total."""
         seconds = self._so_far()
-        rounded = {name: round(value, 3) for name, value in seconds.items()}
+        # Most videos are not upscaled.
+        rounded = {name: round(value, 3) for name, value in seconds.items() if value or name != "upscale"}
         return rounded | {"total": round(sum(seconds.values()), 3)}
 
     def peak_bytes(self) -> int:

@@ -289,7 +289,8 @@ class PyTorchTimerFactory:
         """
         if spec.only_decodes:
             return None
-        spec, machine = replace(spec, loras=(), image=None, last_image=None).for_images(), self.engines.machine
+        spec = replace(spec, loras=(), image=None, last_image=None, upscaler=None).for_images()
+        machine = self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
         if key.precision == FP8:
             # These engines replace weights that PyTorch would have in FP8.

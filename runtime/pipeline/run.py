@@ -1,4 +1,4 @@
-"""Run a job from plan to MP4: build missing engines, encode the prompt, denoise, decode, save. Each step emits events.
+"""Run a job from plan to MP4: build engines, encode the prompt, denoise, decode, upscale, save. Each emits events.
 
 The command line, the worker processes and the tests call `run_job`.
 """
@@ -25,6 +25,7 @@ from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt
+from runtime.planner.upscaling import run_of
 from runtime.video.mp4 import check_output, sweep
 
 logger = logging.getLogger(__name__)
@@ -96,7 +97,7 @@ def run_job(
 def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
     plan, history = context.plan, options.get("history")
     job_id, on_frames = options.get("job_id"), options.get("on_frames")
-    check_output(plan.output, plan.width, plan.height, plan.frames, plan.crf)
+    check_output(plan.output, *plan.video_size, plan.frames, plan.crf)
     sweep(plan.output.parent)
     for warning in context.plan.warnings:
         context.warn(warning)
@@ -115,7 +116,7 @@ def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
     previews, files = Previews(context.spec, context.plan, context.residency.cache_dir), context.section_files
     if files is not None:
         _denoise(context, partial(make_sections, context, previews, files))
-        saved = join_sections(context, files, job_id, on_frames)
+        saved = with_oom_retry(context, partial(join_sections, context, files, job_id, on_frames))
         # The plan's calls are those of all sections.
         context.counts_for_history = context.counts_for_history and not saved.continues
         return saved
@@ -142,7 +143,13 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     timings, peaks = dict(saved.timings), dict(context.metrics.stage_peaks)
     for name, (seconds, peak) in context.metrics.encoders.items():
         timings[name], peaks[name] = seconds, peak
+    if context.plan.upscaling is not None:
+        # It has the upscaler's memory too.
+        peaks.pop("decode", None)
     history.add_job(planned, context.plan, context.spec, timings, peaks, loaded=context.metrics.loaded)
+    if context.plan.upscaling is not None:
+        seconds, loaded = timings["upscale"], context.metrics.loaded
+        history.add([run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
     in_pytorch = any(is_transformer(name) and not part.engines for name, part in context.plan.components.items())
     if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and in_pytorch:
         history.add_compilation(context.plan, context.spec, context.compiled_seconds)

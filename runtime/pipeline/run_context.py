@@ -20,6 +20,7 @@ from runtime.core.errors import CheckpointError, EngineError, OutputError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
+from runtime.core.request import UPSCALER
 from runtime.execution.residency import Residency
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
@@ -359,7 +360,7 @@ class RunContext:
             self.cancel.check_pause()
             if self.plan.fell_back(name):
                 self.fell_back(name, part.reasons[0])
-            elif part.engines and not self.residency.is_loaded(self.spec, self.plan, name):
+            elif part.engines and (name == UPSCALER or not self.residency.is_loaded(self.spec, self.plan, name)):
                 try:
                     for use in part.engines:
                         self._build_engine(name, use)
@@ -376,14 +377,14 @@ class RunContext:
 
         The embeddings of the prompt may be in the cache.
         """
-        needed = self._needed() - {*self.spec.text_encoders}
+        needed = self._needed() - {*self.spec.text_encoders, UPSCALER}
         self.residency.load_ahead(self.spec, self, [name for name in self.plan.components if name in needed])
 
     def _needed(self) -> set[str]:
         """Return the components that the remaining stages need."""
         _, steps = self.schedule()
         remaining = steps if self.spec.section is not None else steps[self.step :]
-        needed = {"vae"} | {step.expert for step in remaining}
+        needed = {"vae", UPSCALER} | {step.expert for step in remaining}
         if self.conditioning is None:
             needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
         return needed

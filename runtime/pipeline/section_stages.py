@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -20,7 +21,6 @@ from runtime.execution.components import ImageSampler, SectionDecoder, SectionDe
 from runtime.execution.decoded_frames import as_bytes
 from runtime.models.sections import Sections
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER
-from runtime.pipeline.blank_video import Detector
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext
@@ -36,8 +36,8 @@ from runtime.pipeline.section_sampling import (
     pending_frames,
     sections_of,
 )
-from runtime.pipeline.stages import finish_video, images_of, pixels_of
-from runtime.video.mp4 import VideoWriter
+from runtime.pipeline.stages import images_of, pixels_of
+from runtime.pipeline.video_output import VideoOutput
 
 
 def encode_section_images(context: RunContext, conditioning: Conditioning) -> tuple[Conditioning, SectionProgress]:
@@ -184,18 +184,16 @@ def join_sections(
         BadResultError: if the clip is degenerate; nothing is written, and the job's progress is removed.
         OutputError: if a stored section is damaged; likewise.
     """
-    plan, detector = context.plan, Detector()
     assert context.section is not None
-    parts = _parts(sections_of(plan, context.spec), context.section.sections)
-    with VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer:
+    parts = _parts(sections_of(context.plan, context.spec), context.section.sections)
+    with VideoOutput(context, job_id, on_frames) as output:
         try:
-            for frame in files.joined(parts):
+            frames = files.joined(parts)
+            upscaling = context.plan.upscaling
+            while batch := list(islice(frames, 1 if upscaling is None else upscaling.batch)):
                 context.cancel.check_pause()
-                writer.write(frame[None])
-                detector.inspect(frame[None])
-                if on_frames is not None:
-                    on_frames(frame[None])
-            return finish_video(context, writer, detector, job_id)
+                output.write(np.stack(batch))
+            return output.finish()
         except (BadResultError, OutputError) as error:
             # The stored frames are of no use.
             if isinstance(error, BadResultError) or error.fact.code == "video.part_damaged":

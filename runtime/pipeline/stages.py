@@ -3,33 +3,25 @@
 Each reads the plan and the progress from the job's `RunContext`, so that it can be called again after out-of-memory.
 """
 
-import base64
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timezone
-from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from PIL.Image import Image
 
-from runtime import __version__
 from runtime.core.cancel import never
-from runtime.core.errors import TandemError
-from runtime.core.events import FramesDecoded, StageStarted, StepDone, VideoSaved
+from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import UPSCALER
 from runtime.execution.components import Denoiser, VideoEncoder
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
-from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.latent_colors import DecodedColors
@@ -37,8 +29,8 @@ from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
 from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, resumable_after
 from runtime.pipeline.section_sampling import sections_of
-from runtime.video.images import fitted, thumbnail
-from runtime.video.mp4 import VideoWriter
+from runtime.pipeline.video_output import VideoOutput
+from runtime.video.images import fitted
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
@@ -157,7 +149,7 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
             loaded_parts = {
                 part
                 for part in context.plan.components
-                if context.residency.is_loaded(context.spec, context.plan, part)
+                if part != UPSCALER and context.residency.is_loaded(context.spec, context.plan, part)
             }
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
@@ -191,14 +183,11 @@ def decode_and_save(
     """
     context.cancel.check_pause()
     assert context.sampling is not None
-    plan, detector = context.plan, Detector()
-    context.current = ("load", "vae")
+    plan = context.plan
     previews.forget_frames()
     decoded = DecodedColors(context.sampling.latents, context.spec.vae.scale_factor_temporal)
-    with (
-        VideoWriter(plan.output, plan.width, plan.height, plan.fps, plan.crf) as writer,
-        GrowingClip(context.folder, plan) as clip,
-    ):
+    with VideoOutput(context, job_id, on_frames) as output, GrowingClip(context.folder, plan) as clip:
+        context.current = ("load", "vae")
         with context.residency.video_decoder(context.spec, context) as decoder, context.metrics.stage("decode"):
             context.begin_stage("decode", "vae")
             written = 0
@@ -212,57 +201,11 @@ def decode_and_save(
             )
             for chunk in chunks:
                 frames = chunk.numpy()
-                writer.write(frames)
-                detector.inspect(frames)
                 decoded.add(frames)
-                if on_frames is not None:
-                    on_frames(frames)
                 written += len(frames)
                 playable, preview = clip.add(frames), previews.of_frames(frames, last=written == plan.frames)
                 context.emit(FramesDecoded(frames=written, of=plan.frames, playable=playable, preview=preview))
-        saved = finish_video(context, writer, detector, job_id)
+                output.write(frames)
+        saved = output.finish()
     previews.colors.learn(decoded)
     return saved
-
-
-def finish_video(context: RunContext, writer: VideoWriter, detector: Detector, job_id: str | None) -> VideoSaved:
-    """Complete the MP4 whose frames are written; return the job's result.
-
-    Raises:
-        BadResultError: if the clip is degenerate; nothing is written.
-    """
-    if detector.fault is not None:
-        raise blank_video_error(detector.fault, context.plan)
-    with context.metrics.stage("mux"):
-        context.emit(StageStarted(stage="save"))
-        writer.close_stream()
-    context.cancel.check()
-    saved = context.result()
-    writer.finish(context.plan.prompt, _metadata(saved, context.plan, job_id))
-    return saved
-
-
-def _metadata(saved: VideoSaved, plan: ExecutionPlan, job_id: str | None) -> dict[str, Any]:
-    """Return the metadata of the MP4: the result without its path, the images, the job and the versions."""
-    result = {key: value for key, value in saved.result_json().items() if key != "video"}
-    versions = {
-        "tandem": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "diffusers": diffusers.__version__,
-    }
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    job = {} if job_id is None else {"job": job_id}
-    images = {field: use.summary() | _thumbnail(use) for field, use in plan.images.items()}
-    return {
-        "tandem": {**result, **job, **({"images": images} if images else {}), "versions": versions, "created": created}
-    }
-
-
-def _thumbnail(use: ImageUse) -> dict[str, str]:
-    """Return a small picture of an image as a data address; empty if it cannot be read by now."""
-    try:
-        picture = thumbnail(open_image(use))
-    except TandemError:
-        return {}
-    return {"thumbnail": f"data:image/webp;base64,{base64.b64encode(picture).decode()}"}

@@ -104,6 +104,8 @@ _PCIE_FAST, _PCIE, _PCIE_SLOW, _PCIE_BY_LAYER = 25 * _GIGA, 16 * _GIGA, 12 * _GI
 _NOT_HIDDEN = 0.1
 # Bytes per second from disk: NVMe or page cache, likely, and a hard disk.
 _DISK_FAST, _DISK, _DISK_SLOW = 4 * _GIGA, 1 * _GIGA, 0.15 * _GIGA
+# PyTorch, diffusers and transformers, from the page cache, on 2 cores.
+_IMPORT_SECONDS = 3.5
 # Creation of a component's modules, of any size.
 _MODULE_SECONDS = 0.1
 
@@ -287,8 +289,7 @@ def _beside_engines(inputs: ForecastInputs, strategy: MemoryStrategy, name: str,
             inputs.history, _kind_on(inputs, strategy, name, speed, offer), inputs.workload.flops(name)
         )
         if job_call is not None:
-            likely = built.pytorch * job_call.likely / built.engine
-            return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, inferred=True)
+            return measured_alone(built.pytorch * job_call.likely / built.engine)
         if alone is None:
             likely, low, high = built.pytorch, _ENGINE[0] * built.pytorch, _ENGINE[1] * built.pytorch
             alone = Seconds(likely, low, high, built.measured, inferred=not built.measured)
@@ -390,6 +391,11 @@ def _decoder_share(spec: ModelSpec, dtype: str, slower: float) -> float:
     return share * (2 * slower if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] else 1.0)
 
 
+def measured_alone(likely: float) -> Seconds:
+    """Return a duration that follows from one call of a component that was measured by itself."""
+    return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, inferred=True)
+
+
 def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
     """Return the seconds of the attention in one forward pass on one GPU: measured on this machine, else estimated."""
     workload, spec = inputs.workload, inputs.workload.spec
@@ -460,6 +466,11 @@ def read_seconds(size: int, components: int = 1) -> Seconds:
     """Estimate how long making components and reading their `size` bytes of weights from disk takes."""
     modules = _MODULE_SECONDS * components
     return Seconds(size / _DISK + modules, size / _DISK_FAST + modules, size / _DISK_SLOW + 2 * modules)
+
+
+def process_seconds(size: int) -> float:
+    """Return about how long a new process takes to import its libraries and to read `size` bytes of weights."""
+    return _IMPORT_SECONDS + read_seconds(size).likely
 
 
 def build_seconds(

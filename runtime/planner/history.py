@@ -104,6 +104,8 @@ def runs_of(
     runs = []
     for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in planned.components):
         alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
+        if not alike:  # the upscaler, see `planner.upscaling.run_of`
+            continue
         parts = [planned.components[stage.component] for stage in alike]
         speed = engine_tag(parts[0], planned.speed, name)
         degraded = history_tag(planned.speed, name) != history_tag(final.speed, name)

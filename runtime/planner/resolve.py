@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Split, default_crf
-from runtime.core.request import ALL, AUTO, IDLE, Auto, GenerationRequest
+from runtime.core.request import ALL, AUTO, IDLE, OFF, UPSCALER, Auto, GenerationRequest
 from runtime.core.step_cache import MAGCACHE, NONE, computed_steps, is_scheduled, kind_of, with_strength
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import ModelSpec, is_transformer
@@ -28,6 +28,7 @@ from runtime.planner.history import History, calls_of
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
 from runtime.planner.strategies import decide
+from runtime.planner.upscaling import with_upscaler
 
 Number = TypeVar("Number", int, float)
 
@@ -70,9 +71,11 @@ def resolve(
     if builds_later or request.build == IDLE:
         return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
     _check_supported(request, spec)
+    assert (request.upscale == OFF) == (spec.upscaler is None), "a spec without its request's upscaler"
     if "gpus" in spec.unsupported:
         context = context._replace(others=())
-    return _on_most_gpus(request, spec, context)
+    plan = _on_most_gpus(request, spec, context)
+    return with_upscaler(plan, spec, seen_from(context.machine, context.gpu), context.offers, context.history)
 
 
 def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
@@ -120,8 +123,8 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
         raise InvalidRequestError("compile", "family.option_unsupported", option=["compile"], model=spec.title)
     # A component that the model has, but not this job, may be named: it needs no backend.
     for name in request.backends:
-        if name != ALL and name not in spec.component_names:
-            components = spec.component_names
+        components = (*spec.component_names, UPSCALER)
+        if name != ALL and name not in components:
             raise InvalidRequestError(
                 "backends", "planner.no_such_component", model=spec.title, component=name, known=components
             )

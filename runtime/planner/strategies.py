@@ -14,7 +14,7 @@ from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, Strateg
 from runtime.core.events import OutOfMemory, Stage
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
-from runtime.core.request import AUTO
+from runtime.core.request import AUTO, UPSCALER
 from runtime.core.tiles import times_decoded
 from runtime.models.quantization import FP8
 from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
@@ -409,6 +409,9 @@ def next_strategy(
         lossy: include strategies that change the video slightly, after the lossless ones.
     """
     workload = Workload.of(plan, spec)
+    if component == UPSCALER:
+        # It has the smallest tiles by then, but the VAE, which decodes meanwhile, may take less.
+        component = "vae"
     # On a GPU, offloaded weights are in system memory, which has a forecast of its own.
     offloaded = memory == "RAM" and workload.cuda
 
@@ -472,6 +475,7 @@ def _with(
         else part
         for name, part in plan.components.items()
     }
+    upscaling = [stage for stage in plan.memory if stage.component == UPSCALER]
     speed = with_less_memory(plan.speed, strategy.offload, strategy.quantization)
     workload = replace(workload, text_bytes=speed.text_bytes, working_sets=memory_model.working_sets(speed))
     return plan.replace(
@@ -483,7 +487,7 @@ def _with(
         decode_flops=plan.decode_flops
         * times_decoded(*plan.latent_shape[3:], strategy.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.strategy.decode_tile),
-        memory=memory_model.stages(workload, strategy),
+        memory=(*memory_model.stages(workload, strategy), *upscaling),
         seconds={name: seconds if name == "load" else seconds * slowdown for name, seconds in plan.seconds.items()},
         strategies=plan.strategies if chosen in plan.strategies else (chosen, *plan.strategies),
     )

@@ -7,7 +7,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from runtime.core.events import Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
+from runtime.core.events import (
+    Event,
+    Failed,
+    FramesDecoded,
+    FramesUpscaled,
+    Planned,
+    StepDone,
+    TerminalEvent,
+    VideoSaved,
+)
 from runtime.queue.database import Database
 from runtime.queue.records import LAST_SECOND, STARTS_OVER, JobRecord, State, event_to_json, needs_columns, read_death
 from runtime.queue.rows import find_row, marks, read_job, update_row
@@ -56,7 +65,8 @@ class EventLog:
             False, and nothing is stored, if the job is not running, or was started again since the lease.
         """
         # Steps are frequent and cheap to lose, so they are not synced: only a power failure could lose one.
-        with self.database.writing(durable=not isinstance(event, StepDone | FramesDecoded)) as connection:
+        frequent = isinstance(event, StepDone | FramesDecoded | FramesUpscaled)
+        with self.database.writing(durable=not frequent) as connection:
             if not is_leased(connection, job_id, lease):
                 return False
             if isinstance(event, TerminalEvent):

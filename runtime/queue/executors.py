@@ -26,7 +26,7 @@ from runtime.core.events import (
 )
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan
-from runtime.core.request import GenerationRequest
+from runtime.core.request import UPSCALER, GenerationRequest
 from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
@@ -35,7 +35,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.latent_files import LatentFile
 from runtime.models.requested import model_for
-from runtime.models.spec import UPSCALER, VAE_ENCODER, ModelSpec
+from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
 from runtime.pipeline.decode_plan import DecodePlan, DecodeRequest
 from runtime.pipeline.files import Stamps
@@ -55,6 +55,7 @@ from runtime.queue.records import (
     work_of,
 )
 from runtime.queue.run import Outcome, PutBack, Run, TaskEnded, Work, outcome_of
+from runtime.video.mp4 import check_output
 
 if TYPE_CHECKING:  # these import torch
     from typing_extensions import Unpack
@@ -378,9 +379,10 @@ class _Task:
 
         with LatentFile(work.latents) as file:
             plan = DecodePlan.of(request, file, self.weights_dir, self.engines.machine, self.gpu)
+            check_output(plan.output, plan.width, plan.height, plan.layout.count, plan.crf)
             done = decode_file(plan, file, settings.load(), self.engines, emit, self._cancel)
-        rate = done.frames / done.seconds if done.seconds else 0.0
-        return Fact("task.decoded", {"frames": done.frames, "rate": rate, "backend": done.backend, "video": done.video})
+        facts = {"frames": done.frames, "rate": done.rate, "backend": done.backend, "video": done.video}
+        return Fact("task.decoded", facts)
 
     def _delete(self, work: DeleteEngine) -> Fact:
         (chosen,) = self.engines.store.choose([work.engine])

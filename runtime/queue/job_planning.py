@@ -128,7 +128,7 @@ def seconds_gained(plan: ExecutionPlan, offers: Offers, built: Collection[str]) 
     """
     now = before = plan.seconds["total"].likely
     for name, part in plan.components.items():
-        offered = offers(name, plan.latent_size, part.device)
+        offered = offers(name, plan.engine_size(name), part.device)
         new = {offer.builder for offer in offered if not {use.id for use in offer.engines}.isdisjoint(built)}
         alternatives = [entry.seconds.likely for entry in part.compared if entry.builder not in new]
         if part.engines and part.engines[-1].builder in new and alternatives and part.seconds is not None:
@@ -162,7 +162,7 @@ def queue_builds(
     title, index = build_title(plan, spec, list(later)), library.index()
     # Components may share engines.
     seconds = {
-        use.id: build_seconds(spec, name, use.program, use.builder, use.profile[1], index)
+        use.id: build_seconds(spec.owner_of(name), name, use.program, use.builder, use.profile[1], index)
         for name, uses in later.items()
         for use in uses
     }

@@ -33,7 +33,8 @@ class PlanSummary:
     """What lists of jobs show of a plan.
 
     Attributes:
-        width, height: in pixels.
+        width, height: of the frames that are decoded, in pixels.
+        video_size: the same of the video, which may be upscaled.
         images: by the request's field.
         seconds: the likely time until the video is saved, if it is known.
     """
@@ -43,6 +44,7 @@ class PlanSummary:
     seed: int
     width: int
     height: int
+    video_size: tuple[int, int]
     frames: int
     sections: int
     fps: int
@@ -58,6 +60,7 @@ class PlanSummary:
             seed=plan.seed,
             width=plan.width,
             height=plan.height,
+            video_size=plan.video_size,
             frames=plan.frames,
             sections=plan.sections,
             fps=plan.fps,

@@ -46,7 +46,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import Fact, shortened
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
@@ -242,8 +242,11 @@ class VideoApi:
         request: Request,
         video_id: VideoId,
         variant: Annotated[
-            Literal["video", "thumbnail", "clip"],
-            Query(description="The MP4, a still image (WebP), or the finished part of a running video (MP4)."),
+            Literal["video", "plain", "thumbnail", "clip"],
+            Query(
+                description="The MP4, the MP4 before it was upscaled, a still image (WebP), or the finished part of a "
+                "running video (MP4)."
+            ),
         ] = "video",
         count: Annotated[int, Query(ge=0, description="With clip: the number in the path of an event.")] = 0,
     ) -> Response:
@@ -256,7 +259,10 @@ class VideoApi:
             raise refused(409, "server.api_not_ready", video=record.id)
         if variant == "thumbnail":
             return self._thumbnail(record)
-        path = find_output(str(saved.video), self._settings.outputs_dir)
+        video = saved.video
+        if variant == "plain" and saved.plan.get("upscaling") is not None:
+            video = plain_output(video)
+        path = find_output(str(video), self._settings.outputs_dir)
         if path is None:
             raise refused(404, "server.api_no_file", video=record.id)
         headers = {"Cache-Control": "private"}
@@ -485,10 +491,10 @@ def check_plan(plan: ExecutionPlan, limits: KeyLimits) -> None:
     for name, value, most in (("frames", plan.frames, limits.frames), ("steps", plan.steps, limits.steps)):
         if most is not None and value > most:
             raise InvalidRequestError(name, "server.api_maximum", value=value, maximum=most)
-    if limits.pixels is not None and plan.width * plan.height > limits.pixels:
-        raise InvalidRequestError(
-            "size", "server.api_maximum_size", width=plan.width, height=plan.height, maximum=limits.pixels
-        )
+    width, height = plan.video_size
+    if limits.pixels is not None and width * height > limits.pixels:
+        field = "size" if plan.upscaling is None else "upscale"
+        raise InvalidRequestError(field, "server.api_maximum_size", width=width, height=height, maximum=limits.pixels)
 
 
 def check_queue(limits: KeyLimits, waiting: int, times: Sequence[float], now: float) -> None:

@@ -126,7 +126,7 @@ def video_of(
         created_at=int(record.created),
         completed_at=int(record.ended) if record.state == "done" and record.ended is not None else None,
         expires_at=None if expires is None else int(expires),
-        size="" if plan is None else f"{plan.width}x{plan.height}",
+        size="" if plan is None else "{}x{}".format(*plan.video_size),
         seconds="" if plan is None else f"{round(values['frames'] / plan.fps, 3):g}",
         prompt=record.prompt,
         error=_error(record, redact),

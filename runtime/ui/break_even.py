@@ -67,11 +67,11 @@ def break_even_of_record(record: EngineRecord, preview: Preview | None) -> Break
     plan = preview.plan
     saved: list[float] = []
     for name, part in plan.components.items():
-        for offer in preview.offers(name, plan.latent_size, part.device):
+        for offer in preview.offers(name, plan.engine_size(name), part.device):
             entry = next((entry for entry in part.compared if entry.builder == offer.builder), None)
             use = next((use for use in offer.engines if use.id == record.id and not use.build), None)
             if entry is not None and use is not None and offer.seconds:
-                seconds = engine_calls(use, preview.spec, plan.latent_size) * record.seconds_per_call
+                seconds = engine_calls(use, preview.spec, plan.engine_size(name)) * record.seconds_per_call
                 saved.append(min(seconds / offer.seconds, 1.0) * _saved(part, entry))
     return BreakEven(record.build_seconds, sum(saved)) if saved else None
 

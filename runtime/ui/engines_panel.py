@@ -13,6 +13,7 @@ from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact, lowered
 from runtime.core.messages.components import TITLES, title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize, is_block_program
+from runtime.core.request import OFF, UPSCALER
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size, counted
 from runtime.engines.builders import builders_of
@@ -142,7 +143,8 @@ class EnginesPanel:
         component, _, backend = target.partition("=")
         request = form.read_settings(values, self._models)
         spec = self._models[request.model]
-        if component != _ALL and component not in spec.component_names:
+        components = spec.component_names if request.upscale == OFF else (*spec.component_names, UPSCALER)
+        if component not in {_ALL, *components}:
             raise unknown_action()
         if backend:
             if component == _ALL or backend not in BACKEND_TITLES or backend == PYTORCH:

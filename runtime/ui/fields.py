@@ -11,7 +11,18 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.images import parse_reference
 from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
-from runtime.core.request_fields import AUTO, Backends, Choice, ImageFile, Loras, Name, Number, Prompt, StepCache
+from runtime.core.request_fields import (
+    AUTO,
+    Backends,
+    Choice,
+    ImageFile,
+    Loras,
+    Name,
+    Number,
+    Prompt,
+    StepCache,
+    UpscalerName,
+)
 from runtime.server.video_requests import by_name
 
 BACKEND = "backend_"
@@ -49,7 +60,7 @@ def unchanged(name: str) -> str:
     declared = FIELDS[name]
     if isinstance(declared, Choice | StepCache):
         return next(iter(declared.choices))
-    return declared.unset
+    return AUTO if isinstance(declared, UpscalerName) else declared.unset
 
 
 def read(name: str, value: Any) -> Any:
@@ -86,7 +97,7 @@ def shown(name: str, stored: Any) -> Any:
         value = getattr(GenerationRequest(**{"prompt": "none", name: read(name, stored)}), name)
     except InvalidRequestError:
         value = GenerationRequest.model_fields[name].default
-    if isinstance(declared, StepCache):
+    if isinstance(declared, StepCache | UpscalerName):
         return value
     if isinstance(declared, ImageFile):
         return value or ""

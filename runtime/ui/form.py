@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.request import COMPONENTS, FIELDS, UPSCALER, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -189,6 +189,18 @@ def acceleration_section(backends: Mapping[str, str]) -> Form:
                 )
     for part in ("summary", "components", "options"):
         gr.HTML(render("plan_part.html", part=part), elem_id=f"plan-{part}", apply_default_css=False)
+    return Form(controls, {})
+
+
+def upscaling_section() -> Form:
+    """Create what enlarges the finished frames; the panel of the plan draws the choices."""
+    gr.HTML(render("section.html", title="Upscaling"), apply_default_css=False)
+    names = [name for name, declared in FIELDS.items() if declared.group == "upscaling"]
+    controls: dict[str, Any] = {
+        name: gr.Textbox(fields.unchanged(name), visible="hidden", label=FIELDS[name].label, elem_id=f"stored-{name}")
+        for name in names
+    }
+    gr.HTML(render("plan_part.html", part="upscaling"), elem_id="plan-upscaling", apply_default_css=False)
     return Form(controls, {})
 
 
@@ -426,7 +438,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     backends = {name: settings.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
     request = {name: fields.read(name, value) for name, value in settings.items()}
     request["prompt"] = "" if request["prompt"] is None else request["prompt"]
-    chosen = {name: backend for name, backend in backends.items() if name in spec.component_names}
+    chosen = {name: backend for name, backend in backends.items() if name in {*spec.component_names, UPSCALER}}
     request["backends"] = {name: backend for name, backend in chosen.items() if backend != AUTO}
     if "vae" in request["backends"] and VAE_ENCODER in chosen:
         request["backends"][VAE_ENCODER] = chosen[VAE_ENCODER]  # the VAE's other part has its own control

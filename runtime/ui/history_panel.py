@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
-from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
+from runtime.core.request_fields import AUTO, Choice, Loras, StepCache, UpscalerName
 from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
@@ -86,6 +86,7 @@ class Card:
         problem: why there is no video, or where it is.
         stack: the videos of its group that match the view, in the order in which they were queued, if there are
             several. The card of a closed stack shows the newest one that can be played.
+        upscaled: the size of a video that was upscaled; empty for others.
         place: in an open stack, from 1; 0 for the card of a closed stack or of a video without a group.
     """
 
@@ -97,6 +98,7 @@ class Card:
     height: int
     size: int
     problem: str
+    upscaled: str = ""
     stack: Sequence[JobRecord] = ()
     place: int = 0
 
@@ -276,7 +278,17 @@ class HistoryPanel(JobsPanel):
     def _card(self, job: JobRecord) -> Card:
         plays, size = self._plays(job), storage.video_bytes(job)
         video = job_view.file_url(job.output, job.saved) if plays else ""
-        return Card(job, self._picture(job), video, plays, *proportions(job), size, self._problem(job, plays, size))
+        upscaled = job.saved is not None and job.saved.plan.get("upscaling") is not None
+        return Card(
+            job,
+            self._picture(job),
+            video,
+            plays,
+            *proportions(job),
+            size,
+            self._problem(job, plays, size),
+            upscaled=formatting.size(*job.saved.size) if upscaled and job.saved is not None else "",
+        )
 
     def _problem(self, job: JobRecord, plays: bool, size: int) -> str:
         """Return why a job has no video that can be played; empty if it has one."""
@@ -311,14 +323,18 @@ class HistoryPanel(JobsPanel):
         elif job.resumable:
             status = self._resume_status(job)
             resume_line = f"{status.memory} {status.checkpoint}".strip()
+        card = self._card(job)
+        plain = saved.plain if saved is not None and card.video else None
         return render(
             "history_detail.html",
             job=job,
+            plain="" if plain is None else job_view.file_url(plain),
+            plain_name="" if plain is None else plain.name,
             request=job.request if saved is None else saved.request,
             settings=job.request if saved is None else settings_of(saved),
             rows=rows,
             images=used_images({} if job.plan is None else job.plan.images),
-            card=self._card(job),
+            card=card,
             warning_lines=[]
             if saved is None
             else [paragraph(warning, saved.plan.get("components", ())) for warning in saved.warnings],
@@ -378,7 +394,7 @@ def comparison_html(first: Clip, second: Clip) -> str:
 
 def same_picture(first: Clip, second: Clip) -> bool:
     """Return whether two requests differ only in how the video is computed, which should not change its frames."""
-    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS)
+    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS) | {"upscale", "upscaler"}
     return all(_value(first, name) == _value(second, name) for name in names)
 
 
@@ -422,7 +438,8 @@ def _label(name: str) -> str:
 
 def _value(clip: Clip, name: str) -> str:
     """Return a setting as the form shows it."""
-    value = clip.request.get(name)
+    # Videos of earlier versions have no value for newer fields.
+    value = clip.request.get(name, AUTO if isinstance(FIELDS.get(name), UpscalerName) else None)
     if name == "model":
         return clip.model
     declared = FIELDS.get(name)

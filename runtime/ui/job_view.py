@@ -393,7 +393,7 @@ def running_line(progress: Progress) -> Line:
         detail = f"step {progress.section_step} of {steps}"
     elif progress.building is not None:
         detail = page_text(progress.building.progress).what
-    elif progress.stage == "decode":
+    elif progress.stage in {"decode", "upscale"}:
         detail = f"{progress.frames} of {progress.frame_count} frames"
     time_left = formatting.time_left(progress.seconds_left)
     if progress.section and progress.plan is not None:
@@ -410,7 +410,13 @@ def _resumable(line: Line, job: Job) -> Line:
     return replace(line, checkpoint=status.checkpoint, resumable=True, alternative=status.alternative)
 
 
-_STAGES = {"encode": "reading the prompt", "denoise": "denoising", "decode": "decoding", "mux": "saving"}
+_STAGES = {
+    "encode": "reading the prompt",
+    "denoise": "denoising",
+    "decode": "decoding",
+    "upscale": "upscaling",
+    "mux": "saving",
+}
 
 
 def file_url(path: Path, saved: VideoSaved | None = None) -> str:
@@ -443,6 +449,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         address: where the video is served; empty if it is not.
     """
     rows = result_rows(saved, job.plan, job.model_title)
+    plain = saved.plain if address and audience.panels else None
     return render(
         "result.html",
         job=job.id,
@@ -460,6 +467,8 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         rows=rows,
         images=used_images(job.summary.images, pictures=audience.panels),
         reasons=backend_reasons(saved, job.plan),
+        plain="" if plain is None else file_url(plain),
+        plain_name="" if plain is None else plain.name,
     )
 
 
@@ -470,7 +479,7 @@ def _summary(saved: VideoSaved) -> str:
     return " · ".join(
         (
             f"Seed {request['seed']}",
-            formatting.size(request["width"], request["height"]),
+            formatting.size(*saved.size),
             f"{saved.frames / request['fps']:.1f} s",
             counted(request["steps"], "step"),
             f"made in {formatting.duration(saved.timings['total'])}",
@@ -497,11 +506,11 @@ def backend_reasons(saved: VideoSaved, plan: ExecutionPlan) -> list[tuple[str, s
 def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tuple[str, str]]:
     """Return names and values that describe a video."""
     request = saved.request
-    size = formatting.size(request["width"], request["height"])
     rows = [
         ("Seed", str(request["seed"])),
-        ("Video", f"{size}, {formatting.length(saved.frames, request['fps'])}"),
+        ("Video", f"{formatting.size(*saved.size)}, {formatting.length(saved.frames, request['fps'])}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
+        *_upscaled(saved),
         *_extras(request),
         ("Time", _time(saved)),
         ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
@@ -512,6 +521,15 @@ def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tupl
 def _guidance(request: Mapping[str, Any]) -> str:
     second = request.get("guidance_scale_2")
     return f"guidance {request['guidance_scale']:g}" + ("" if second is None else f" and {second:g}")
+
+
+def _upscaled(saved: VideoSaved) -> list[tuple[str, str]]:
+    """Return how the frames were enlarged, if they were."""
+    request = saved.request
+    if saved.plan.get("upscaling") is None:
+        return []
+    made = formatting.size(request["width"], request["height"])
+    return [("Upscaled", f"{request['upscale']} times from {made} by {request['upscaler']}")]
 
 
 def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -94,7 +94,7 @@ def build(
     submissions = {"generate": api.submission(worker, models, settings.model), SUBMITS: handlers.submit}
     routes = panels.routes(
         {
-            "preview": PreviewPanel(preview, models, worker.store),
+            "preview": PreviewPanel(preview, models, worker.store, settings.weights_dir),
             "queue": QueuePanel(worker, models, settings.outputs_dir),
             "results": ResultsPanel(worker, models, settings.outputs_dir, opens_folders=opens_folders),
             "history": HistoryPanel(worker, models, settings.outputs_dir),
@@ -129,8 +129,8 @@ def _blocks(
     """
 
     def advanced(values: Mapping[str, Mapping[str, Any]]) -> form.Form:
-        parts = [form.sampling_section(values), form.acceleration_section(settings.backends), form.loras_section()]
-        return form.joined(parts)
+        sampling, upscaling = form.sampling_section(values), form.upscaling_section()
+        return form.joined([sampling, upscaling, form.acceleration_section(settings.backends), form.loras_section()])
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.

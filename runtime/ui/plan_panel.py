@@ -6,6 +6,7 @@ Parts of the page in several places are drawn by this one panel, since all of th
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError, TandemError
@@ -13,13 +14,15 @@ from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.facts import Fact, capitalized, short
 from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
-from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, GenerationRequest
+from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, OFF, UPSCALES, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
 from runtime.core.units import about, counted, latency, memory_size, significant
 from runtime.engines.builders import builders_of
+from runtime.families.esrgan.upscalers import PACKAGE, upscaler_paths
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
+from runtime.models.single_file import UPSCALERS
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.constraints import choice_conflict
@@ -299,7 +302,7 @@ def cells(component: str, preview: Preview | None, machine: Machine) -> list[Cel
     part = None if plan is None else plan.components[component]
     offers: Sequence[EngineOffer] = ()
     if preview is not None and plan is not None:
-        offers = preview.offers(component, plan.latent_shape[2:], plan.components[component].device)
+        offers = preview.offers_for(component)
     row = []
     for backend, title in BACKENDS.items():
         backend_offers = [offer for offer in offers if offer.backend == backend]
@@ -348,6 +351,37 @@ def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
     faster = pytorch is not None and backend != PYTORCH and on.known and pytorch.known and on.likely
     times = f", {significant(pytorch.likely / on.likely)}× as fast" if faster and pytorch is not None else ""
     return f"{state}: {latency(on.likely)}{times}"
+
+
+def upscaling_html(
+    values: Mapping[str, Any], upscalers: Sequence[str], weights_dir: Path, plan: ExecutionPlan | None = None
+) -> str:
+    """Return the choices of upscaling; disabled with the reason if no upscaler is installed.
+
+    Args:
+        values: of the form's controls, by name.
+        upscalers: names of those that are installed.
+        weights_dir: where more of them can be put.
+        plan: of the form; `None` if it is invalid.
+    """
+    missing = Fact("upscaler.none", {"package": PACKAGE, "folder": weights_dir / UPSCALERS})
+    problem = "" if upscalers else short(missing, WORDS)
+    about = {name: FIELDS[name].help for name in ("upscale", "upscaler")}
+    if not upscalers:
+        about["upscale"] = paragraph(missing)
+    titles = dict(UPSCALES)
+    if plan is not None:
+        for value in titles.keys() - {OFF}:
+            size = formatting.size(plan.width * int(value), plan.height * int(value))
+            titles[value] = f"{titles[value]}, {size}"
+    factors = [Option(value, title, "" if value == OFF else problem) for value, title in titles.items()]
+    names = {AUTO: "Automatic"} | {name: name for name in upscalers}
+    chosen = values.get("upscaler")
+    if isinstance(chosen, str):
+        names.setdefault(chosen, chosen)
+    listed = {"upscale": factors, "upscaler": [Option(name, title, "") for name, title in names.items()]}
+    rows = [(name, FIELDS[name].label, about[name], options, values.get(name)) for name, options in listed.items()]
+    return render("plan_options.html", rows=rows)
 
 
 def options_html(values: Mapping[str, Any], machine: Machine, spec: ModelSpec) -> str:
@@ -560,10 +594,11 @@ def _needs(forecast: StrategyForecast, fastest: StrategyForecast) -> str:
 class PreviewPanel:
     """The panel; see `panels.Panel`. Its parts are the forecast, the presets, the model's cost, and Advanced."""
 
-    def __init__(self, preview: PlanPreview, models: dict[str, ModelSpec], store: JobStore) -> None:
+    def __init__(self, preview: PlanPreview, models: dict[str, ModelSpec], store: JobStore, weights_dir: Path) -> None:
         self._preview = preview
         self._models = models
         self._store = store
+        self._weights_dir = weights_dir
 
     def act(self, call: Call) -> Reply:
         """Plan what the form asks for; the reply says whether the model's engines are known, and what is wrong."""
@@ -601,11 +636,16 @@ class PreviewPanel:
             parts |= {
                 "components": lambda: components_html(spec, summary, state["preview"], machine),
                 "options": lambda: options_html(values, machine, spec),
+                "upscaling": lambda: self._upscaling(values, state["preview"]),
                 "presets": lambda: self._presets(spec, state["request"], machine),
                 "cost": lambda: self._cost(spec),
                 "picture": lambda: render("plan_picture.html", picture=example_of(self._store, spec), spec=spec),
             }
         return drawn(parts)
+
+    def _upscaling(self, values: Mapping[str, Any], preview: Preview | None) -> str:
+        plan = None if preview is None else preview.plan
+        return upscaling_html(values, list(upscaler_paths(self._weights_dir)), self._weights_dir, plan)
 
     def _cost(self, spec: ModelSpec) -> str:
         return cost_html(self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec))

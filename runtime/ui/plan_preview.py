@@ -20,6 +20,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
+from runtime.models.requested import with_upscaler
 from runtime.models.spec import ModelSpec, folder_of
 from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
@@ -59,7 +60,7 @@ class Preview:
     def offers_for(self, component: str) -> Sequence[EngineOffer]:
         """Return the engines for a component of the plan, built or not."""
         assert self.plan is not None
-        return self.offers(component, self.plan.latent_size, self.plan.components[component].device)
+        return self.offers(component, self.plan.engine_size(component), self.plan.components[component].device)
 
     def build_seconds(self, components: Iterable[str]) -> float | None:
         """Return about how long Build takes for components of the plan; `None` if unknown, or nothing is missing."""
@@ -138,6 +139,7 @@ class PlanPreview:
         offers = self._offers(spec) if complete else no_offers
         try:
             spec = with_loras(spec, request.loras, self._weights_dir)
+            spec = with_upscaler(spec, request, self._weights_dir)
             spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
             context = PlanningContext(self.machine(), _NOWHERE, offers, self._history(), compares=True)
@@ -157,7 +159,8 @@ class PlanPreview:
         """Return the engine service's offers, cached until the library, the model or the GPUs change."""
         machine, engines = self.machine(), self._engines
         gpus = _names(machine)
-        key = (spec.name, _modified(spec), tuple((use.identity, use.expert) for use in spec.loras), gpus)
+        upscaler = None if spec.upscaler is None else (spec.upscaler.name, _modified(spec.upscaler))
+        key = (spec.name, _modified(spec), upscaler, tuple((use.identity, use.expert) for use in spec.loras), gpus)
         with self._lock:
             if key in self._known:
                 return self._known[key]

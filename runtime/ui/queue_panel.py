@@ -228,7 +228,7 @@ class QueuePanel(JobsPanel):
                 seconds = task.seconds_left
         if job is not None:
             plan = job.summary
-            size = formatting.size(plan.width, plan.height)
+            size = formatting.size(*plan.video_size)
             facts = f"Seed {plan.seed} · {size} · {plan.frames / plan.fps:.1f} s"
         images = [] if job is None else used_images(job.summary.images, pictures=record.owner is None)
         facts = " · ".join(filter(None, (facts, *(image.name for image in images))))

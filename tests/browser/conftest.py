@@ -15,6 +15,7 @@ import pytest
 
 from runtime.queue.store import NAME, JobStore
 from tests.app_server import Server, make_cache, serving
+from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.models.hub import LoopbackHub, served
 
 # The headless shell, which draws no window of its own, needs the least CPU time.
@@ -65,6 +66,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, hub: LoopbackHub) -> Iterat
     """Return the web app that all tests share."""
     cache = make_cache(tmp_path_factory.mktemp("browser"))
     (cache / "settings.json").write_text(json.dumps({"hub": hub.address}), encoding="utf-8")
+    save_safetensors(cache / "weights" / "upscalers" / "small.safetensors", COMPACT_CONFIG)
     with serving(cache) as running:
         yield running
     assert "Traceback" not in (running.cache_dir / "server.txt").read_text(encoding="utf-8")

@@ -113,21 +113,35 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     page = open_page()
     unfold(page)
     choose(page, "backend_vae", "pytorch")
+    choose(page, "upscaler", "small")
+    choose(page, "upscale", "2")
+    assert "128 × 64" in page.inner_text("#field-upscale option[value='2']")
+    wait_for_chip(page, "upscaler", "PyTorch:")
     choose(page, "build", "never")
     page.wait_for_function("() => localStorage.getItem('tandem.form')?.includes('\"build\":\"never\"')")
     page.reload()
     ready(page)
     unfold(page)
     assert chosen(page, "vae") == "pytorch"
-    assert page.input_value("#field-build") == "never"
+    assert [page.input_value(f"#field-{name}") for name in ("build", "upscale", "upscaler")] == ["never", "2", "small"]
     ask(page, "a red ball")
     start(page)
     wait_for_state(page, "done")
+    assert page.evaluate("() => document.querySelector('#picture video').videoWidth") == 128
+    page.click("#facts [popovertarget=details]")
+    assert "128 × 64" in page.inner_text("#details .summary")
+    plain = page.get_attribute("#details a[download$='.plain.mp4']", "href")
+    assert page.request.get(f"{page.url}{plain}").headers["content-type"] == "video/mp4"
+    page.keyboard.press("Escape")
+    choose(page, "upscale", "off")
+    page.wait_for_selector("#part-upscaler", state="detached")
     choose(page, "backend_vae", "auto")
     page.click("#facts .menu summary")
     page.click("#facts [data-use=all]")
     page.wait_for_selector("#part-vae [value=pytorch]:checked")
     wait_for_chip(page, "vae", "PyTorch: as requested")
+    page.wait_for_selector("#part-upscaler")
+    assert page.input_value("#field-upscale") == "2"
 
 
 def test_rows_follow_the_model(open_page: OpenPage) -> None:

@@ -18,6 +18,7 @@ from runtime.cli.generate import queue_missing_engines
 from runtime.cli.main import run
 from runtime.cli.terminal import progress_text
 from runtime.core.events import Planned, StageStarted, StepDone
+from runtime.core.plan import plain_output
 from runtime.core.progress import Progress
 from runtime.core.request import GenerationRequest
 from runtime.core.units import duration
@@ -27,8 +28,10 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.store import open_store
 from runtime.video.mp4 import read_metadata
+from runtime.video.reader import read_info
 from tests.cli.refusals import refused
 from tests.facts import fact
+from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.plans import machine, tiny_plan
 from tests.umask import users_umask
 
@@ -51,7 +54,11 @@ def test_a_process_prints_json_on_standard_output_and_text_on_standard_error(
     folder = tmp_path / "kept"
     folder.mkdir(mode=0o755)
     out, before = folder / "boat.mp4", folder.stat().st_mode
-    flags = ("--steps", "2", "--seed", "7", "--guidance", "5,2", "--json")
+    weights = cache_dir / "weights" / "upscalers" / "small.safetensors"
+    save_safetensors(weights, COMPACT_CONFIG)
+    for path in (weights, *weights.parents[:3]):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    flags = ("--steps", "2", "--seed", "7", "--guidance", "5,2", "--upscale", "2", "--upscaler", "small", "--json")
     arguments = command(tiny("wan2.2-a14b"), out, *flags)
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, umask=0o022)
     (line,) = done.stdout.splitlines()
@@ -59,11 +66,13 @@ def test_a_process_prints_json_on_standard_output_and_text_on_standard_error(
     assert result["video"] == str(out)
     assert result["seed"] == result["request"]["seed"] == 7
     assert (result["request"]["guidance_scale"], result["request"]["guidance_scale_2"]) == (5.0, 2.0)
-    assert set(result["plan"]["components"]) == {"text_encoder", "transformer", "transformer_2", "vae"}
+    assert set(result["plan"]["components"]) == {"text_encoder", "transformer", "transformer_2", "vae", "upscaler"}
     for part in result["plan"]["components"].values():
         assert (part["backend"], part["engine"]) == ("pytorch", None)
         assert part["reason"]
-    assert set(result["timings"]) == {"encode", "denoise", "decode", "mux", "total"}
+    assert set(result["timings"]) == {"encode", "denoise", "decode", "upscale", "mux", "total"}
+    plain = plain_output(out)
+    assert [(read_info(video).width, read_info(video).height) for video in (out, plain)] == [(128, 64), (64, 32)]
     assert result["load_seconds"] > 0
     assert result["peak_memory_bytes"] > 1e6
     assert isinstance(result["warnings"], list)
@@ -76,6 +85,7 @@ def test_a_process_prints_json_on_standard_output_and_text_on_standard_error(
     assert not (cache_dir / "outputs").exists()
     if os.name == "posix":  # the folder that the user chose keeps its permissions, and the cache is private
         assert (out.stat().st_mode & 0o777, folder.stat().st_mode) == (0o644, before)
+        assert plain.stat().st_mode & 0o777 == 0o644
         assert [path for path in (cache_dir, *cache_dir.rglob("*")) if path.stat().st_mode & 0o077] == []
 
 

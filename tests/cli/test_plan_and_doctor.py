@@ -19,6 +19,7 @@ from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import FIT_KINDS
 from tests.cli.conftest import SHOWN
 from tests.facts import fact
+from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.plans import gpu, machine
 
 BOAT = str(ROOT / "examples" / "boat.png")
@@ -52,6 +53,12 @@ def test_plan_shows_decisions_and_writes_nothing(
     assert "(estimated)" in text
     assert result["plan"]["memory"]["peak_bytes"] == result["plan"]["memory_bytes"]
     assert result["plan"]["forecast"]["total"]["low"] < result["plan"]["forecast"]["total"]["seconds"]
+    save_safetensors(cache_dir / "weights" / "upscalers" / "small.safetensors", COMPACT_CONFIG)
+    flags = ["--upscale", "2", "--upscaler", "small"]
+    upscaled, text = answer(["plan", "a red boat", "--model", directory, *flags], capsys)
+    assert (upscaled["plan"]["upscaling"]["width"], upscaled["plan"]["upscaling"]["height"]) == (1664, 960)
+    assert "1664x960" in text
+    assert upscaled["plan"]["forecast"]["upscale"]["seconds"] > 0
     # All weights fit in memory, so no other strategies are shown.
     assert "Strategies for" not in text and "All strategies" not in text
     assert not (cache_dir / "outputs").exists()

@@ -14,6 +14,7 @@ import torch
 from runtime.cli.main import run
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FramesDecoded, Warned
+from runtime.core.request import AUTO
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.families.dcae.batched import BatchedDecoder
@@ -129,7 +130,7 @@ def test_tiles_make_the_same_frames_where_memory_is_short(
     machine = replace(engines.machine, ram_free_bytes=1) if short else engines.machine
     source = VideoInfo(tmp_path / "x", 230, 30, Fraction(12), 1.0, (), "")
     plan = UpscalePlan.of(request(upscaler, source, tmp_path / "x.mp4"), machine)
-    assert plan.tile == (192 if short else None)
+    assert plan.calls.tile == (192 if short else None)
     real, sizes = BatchedDecoder.__call__, []
 
     def call(decoder: BatchedDecoder, latents: torch.Tensor) -> torch.Tensor:
@@ -140,7 +141,7 @@ def test_tiles_make_the_same_frames_where_memory_is_short(
 
     monkeypatch.setattr(BatchedDecoder, "__call__", call)
     events: list[Event] = []
-    with FrameUpscaler(plan, Settings(cache_dir=tmp_path), engines, events.append, Cancel()) as larger:
+    with FrameUpscaler(plan.calls, AUTO, Settings(cache_dir=tmp_path), engines, events.append, Cancel()) as larger:
         result = torch.cat([larger(torch.from_numpy(frame[None])) for frame in clip]).numpy()
         assert [fact.code for fact in larger.outcome["fallbacks"]] == ["upscale.tiles"]
     assert set(sizes[not short :]) == {(1, 3, 30, 192)}
@@ -153,7 +154,7 @@ def test_an_rrdbnet_needs_larger_tiles(tmp_path: Path) -> None:
     source = VideoInfo(tmp_path / "x", 1000, 600, Fraction(12), None, (), "")
     plan = UpscalePlan.of(request(str(tmp_path / "rrdb.safetensors"), source, tmp_path / "x.mp4"), probe())
     sides = []
-    smaller = replace(plan, tile=None, batch=1).smaller()
+    smaller = replace(plan.calls, tile=None, batch=1).smaller()
     while smaller is not None:
         sides.append(smaller.tile)
         smaller = smaller.smaller()

@@ -86,7 +86,7 @@ def test_a_video_without_an_image_names_none(tiny: Tiny, tmp_path: Path) -> None
 
 
 def test_a_video_is_saved_if_the_copy_is_gone_at_its_end(spec: ModelSpec, tmp_path: Path) -> None:
-    from runtime.pipeline.stages import _thumbnail
+    from runtime.pipeline.video_output import _thumbnail
 
     plan, _ = planned(tmp_path, image=str(saved(tmp_path / "boat.png")))
     assert plan.image is not None and _thumbnail(plan.image)

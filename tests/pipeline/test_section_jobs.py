@@ -28,19 +28,22 @@ from runtime.core.events import (
     VideoSaved,
     Warned,
 )
-from runtime.core.plan import Split
+from runtime.core.plan import Split, plain_output
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
+from runtime.models.requested import with_upscaler
 from runtime.pipeline import section_files
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.files import CLIP, SECTIONS, finished_clip
 from runtime.pipeline.run import run_job
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
+from runtime.video.reader import read_info
+from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
 from tests.pipeline.killing import killed
@@ -77,7 +80,7 @@ class Clip:
             image.save(folder / f"{name}.png")
             fields[name] = str(folder / f"{name}.png")
         request = GenerationRequest.from_mapping(fields | values)
-        self.spec = with_images(read_spec(model, "framepack"), request, folder, folder)
+        self.spec = with_upscaler(with_images(read_spec(model, "framepack"), request, folder, folder), request, folder)
         self.plan = resolve(request, self.spec, PlanningContext(machine(), folder / "x.mp4"))
 
     @property
@@ -424,6 +427,18 @@ def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) 
     assert saved(events).sections == early.sections
     assert not [event for event in events if isinstance(event, StepDone)]
     assert clip.video == wanted
+
+
+def test_the_joined_sections_are_upscaled(make: Make, tmp_path: Path) -> None:
+    save_safetensors(tmp_path / "upscalers" / "small.safetensors", COMPACT_CONFIG)
+    clip = make(VANILLA, 1, upscale=2, upscaler="small")
+    done = saved(clip.run())
+    infos = [read_info(video) for video in (clip.plan.output, plain_output(clip.plan.output))]
+    assert [(info.width, info.height, info.frames) for info in infos] == [
+        (2 * WIDTH, 2 * HEIGHT, 37),
+        (WIDTH, HEIGHT, 37),
+    ]
+    assert done.timings["upscale"] > 0
 
 
 def clips(clip: Clip, job: str = "job") -> list[str]:

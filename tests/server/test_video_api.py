@@ -28,7 +28,9 @@ from runtime.queue.store import JobStore
 from runtime.server.serve import until_stopped
 from runtime.server.video_requests import _from_json, request_of
 from runtime.video.mp4 import read_metadata
+from runtime.video.reader import read_info
 from tests.app_server import MODEL, ROOT, App, make_cache, serving, serving_here
+from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
 from tests.queue.samples import add_job
@@ -40,6 +42,7 @@ SMALL = {"prompt": "a red boat", "steps": 2, "seed": 5}
 
 @pytest.fixture(scope="module")
 def server(api: App) -> App:
+    save_safetensors(api.cache_dir / "weights" / "upscalers" / "small.safetensors", COMPACT_CONFIG)
     return api
 
 
@@ -179,6 +182,9 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
         ({"input_reference": {"image_url": "data:image/png;base64,AAAA"}}, 400, "image", "image.format_unknown"),
         ({"loras": ["../secret.safetensors"]}, 400, "loras", "form.lora_is_path"),
         ({"vae_precision": "float16"}, 400, "vae_precision", "planner.vae_16bit_on_cpu"),
+        ({"upscale": 5}, 400, "upscale", "request.not_a_choice"),
+        ({"upscale": 2, "upscaler": "../secret.safetensors"}, 400, "upscaler", "request.upscaler_name"),
+        ({"upscale": 2, "upscaler": "no-such"}, 400, "upscaler", "upscaler.unknown"),
     ):
         with subtests.test(msg=str(values)):
             answer = http.post("v1/videos", json={**SMALL, **values})
@@ -382,8 +388,11 @@ def test_a_running_video_has_no_content_and_is_stopped_by_its_deletion(http: htt
     assert 'tandem_queue_jobs{kind="video",state="running"} 0.0' in metrics
 
 
-def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -> None:
-    made = create(http, steps=20)["id"]
+def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client, tmp_path: Path) -> None:
+    """Of a video that is upscaled; both sizes can be downloaded."""
+    submitted = create(http, steps=20, upscale=2, upscaler="small")
+    made = submitted["id"]
+    assert submitted["size"] == "128x64"
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = list(read_events(answer.iter_lines()))
@@ -395,6 +404,12 @@ def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client) -
     assert percents == sorted(percents) and events[-1][1]["progress"] == 100
     preview = next(data for name, data in events if name == "video.preview")
     assert base64.b64decode(preview["b64_json"])[8:12] == b"WEBP"
+    sizes = {}
+    for variant in ("video", "plain"):
+        file = tmp_path / f"{variant}.mp4"
+        file.write_bytes(http.get(f"v1/videos/{made}/content", params={"variant": variant}).content)
+        sizes[variant] = (read_info(file).width, read_info(file).height, read_info(file).frames)
+    assert sizes == {"video": (128, 64, 9), "plain": (64, 32, 9)}
     # A stream of an ended video has only its end.
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert [name for name, _ in read_events(answer.iter_lines())][-1] == "video.completed"

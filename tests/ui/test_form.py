@@ -39,6 +39,7 @@ GOOD: dict[str, Any] = {
     "backend_transformer": "auto",
     "backend_transformer_2": "auto",
     "backend_vae": "auto",
+    "backend_upscaler": "auto",
     "build": "auto",
     "offload": "auto",
     "quantization": "auto",
@@ -53,6 +54,8 @@ GOOD: dict[str, Any] = {
     "last_image": "",
     "image_fit": "crop",
     "image_position": 50,
+    "upscale": "off",
+    "upscaler": "auto",
     "size_from": "",
 }
 BACKENDS = [f"backend_{name}" for name in COMPONENTS]

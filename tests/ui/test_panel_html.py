@@ -51,6 +51,8 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         warning_lines=[text],
         reasons=[(text, text), (text, text)],
         resume_line=text,
+        plain=text,
+        plain_name=text,
         titles=FILTERS,
         backends={},
     )

@@ -46,6 +46,10 @@ MESSAGES: Mapping[str, Message] = {
     "request.model_name": Message(
         "The model's name is empty or unreadable.", "Give a name from `{tandem} models list`, or a folder."
     ),
+    "request.upscaler_name": Message(
+        "{value} is not the name of an upscaler.",
+        "Give a name from `{tandem} models list`; put files into Cache/weights/upscalers.",
+    ),
     "request.not_whole": Message(
         "{field:setting} is {value}, not a whole number.", "Give a number from {low:.16g} to {high:.16g}, or auto."
     ),

@@ -78,7 +78,7 @@ MESSAGES: Mapping[str, Message] = {
         "No upscaler is installed.",
         "Install the package {package}, or put a .safetensors file of an upscaler into {folder}.",
     ),
-    "upscaler.unknown": Message("There is no upscaler {name}.", "Choose one of {names:list}, or give a file."),
+    "upscaler.unknown": Message("There is no upscaler {name}.", "Choose one of {names:list}."),
     "upscaler.other_network": Message(
         "{file} is not an upscaler that Tandem runs.",
         "Choose a .safetensors file of an SRVGGNetCompact or an RRDBNet (ESRGAN, Real-ESRGAN).",

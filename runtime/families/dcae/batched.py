@@ -24,7 +24,6 @@ from runtime.core.plan import PYTORCH
 from runtime.core.request import AUTO
 from runtime.core.settings import PRECISIONS, Settings
 from runtime.engines.frame_decoders import (
-    BATCH,
     FrameEngine,
     build_frame_engine,
     builder_of,
@@ -37,7 +36,7 @@ from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.engine_failures import failure_of_engine
 from runtime.families.dcae.sources import decoder_in, latent_channels, spec_of
 from runtime.machine.probe import probe
-from runtime.models.spec import FRAME_DECODER, ModelSpec
+from runtime.models.spec import FRAME_BATCH, FRAME_DECODER, ModelSpec
 
 TENSORRT = "tensorrt"
 _AXES = 5
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 def make_batched_decode_fn(
     decoder: nn.Module,
-    batch_size: int = BATCH,
+    batch_size: int = FRAME_BATCH,
     use_tensorrt: bool = True,
     *,
     backend: str = AUTO,

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from runtime.core.plan import PYTORCH, ComponentPlan
+from runtime.core.request import UPSCALER
 from runtime.families.esrgan.programs import CompactNetwork, RrdbNetwork, UpscalerForm
 from runtime.families.esrgan.spec import COMPACT, UpscalerSpec, read_architecture
-from runtime.models.spec import UPSCALER, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 
 

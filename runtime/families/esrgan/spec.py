@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from runtime.core.request import UPSCALER
 from runtime.families.dcae.spec import frame_card
 from runtime.models.folder import up_to
 from runtime.models.registry import Family, KnownModel, PartFiles
-from runtime.models.spec import UPSCALER, Defaults, ModelSpec
+from runtime.models.spec import Defaults, ModelSpec
 from runtime.models.stored_weights import WeightFiles
 
 COMPACT, RRDB = "SRVGGNetCompact", "RRDBNet"

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runtime.core.errors import InvalidRequestError, ModelError
+from runtime.core.request import UPSCALER
 from runtime.families.esrgan.ncnn_graphs import read_upscaler
 from runtime.families.esrgan.spec import upscaler_spec
 from runtime.models.single_file import UPSCALERS, read_part, weight_files_in
-from runtime.models.spec import UPSCALER, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import WeightFiles
 
 # Each is one of the networks' own factor, or reduced.
@@ -72,12 +73,13 @@ def upscaler_models(weights_dir: Path) -> list[ModelSpec]:
     ]
 
 
-def find_upscaler(name: str | None, scale: int | None, weights_dir: Path) -> ModelSpec:
+def find_upscaler(name: str | None, scale: int | None, weights_dir: Path, *, by_path: bool = True) -> ModelSpec:
     """Return an upscaler.
 
     Args:
         name: as `upscaler_paths` has it, in any case, or a file; by default the first.
         scale: by which frames are enlarged; by default as its network does.
+        by_path: whether `name` may be a file.
 
     Raises:
         ModelError: if there is none of that name, or its file cannot be used.
@@ -88,7 +90,7 @@ def find_upscaler(name: str | None, scale: int | None, weights_dir: Path) -> Mod
         raise ModelError("upscaler.none", package=PACKAGE, folder=weights_dir / UPSCALERS)
     by_name = {key.lower(): key for key in reversed(paths)}
     key = next(iter(paths)) if name is None else by_name.get(name.lower(), "")
-    path = paths[key] if key else _file(name or "", list(paths), weights_dir)
+    path = paths[key] if key else _file(name or "", list(paths), weights_dir, by_path=by_path)
     entry = _PUBLISHED.get(key) if path.suffix == ".param" else None
     files = _read(path, path.stat().st_mtime_ns)
     most = int(files.config["scale"])
@@ -102,11 +104,11 @@ def find_upscaler(name: str | None, scale: int | None, weights_dir: Path) -> Mod
     )
 
 
-def _file(name: str, names: list[str], weights_dir: Path) -> Path:
-    """Return the file that a name is, if it is the path of one."""
+def _file(name: str, names: list[str], weights_dir: Path, *, by_path: bool) -> Path:
+    """Return the file that a name is, if it is the path of one and may be."""
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         path = Path(name).expanduser()
-        if path.is_file():
+        if by_path and path.is_file():
             return path.absolute()
     if not names:
         raise ModelError("upscaler.none", package=PACKAGE, folder=weights_dir / UPSCALERS)

@@ -357,6 +357,8 @@ class _SentWork:
         """Send how the job ended, after its video and files."""
         self._send_files()
         if isinstance(outcome, VideoSaved):
+            if outcome.plain is not None:
+                self._send(transfer.PLAIN, outcome.plain)
             self._send(transfer.VIDEO, outcome.video)
         self.waiting.put(("outcome", outcome))
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from runtime.core.errors import OutputError
 from runtime.core.events import Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.plan import plain_output
 from runtime.queue.executors import after_full_disk, await_disk
 from runtime.queue.records import JobRecord
 from runtime.queue.recovery import MemoryKills
@@ -291,7 +292,7 @@ class _Receiver:
             return
         name = str(value[0])
         transfer.check_job_name(name)
-        if name != transfer.VIDEO and self._folder is None:
+        if name not in transfer.VIDEOS and self._folder is None:
             return
         # The parts of an older run are other files.
         target = self._target(name)
@@ -324,6 +325,8 @@ class _Receiver:
     def _target(self, name: str) -> Path:
         if name == transfer.VIDEO:
             return self._record.output
+        if name == transfer.PLAIN:
+            return plain_output(self._record.output)
         assert self._folder is not None
         return self._folder / name
 

@@ -12,11 +12,15 @@ from runtime.core.cancel import never
 from runtime.core.digests import file_digests, sha256
 from runtime.core.errors import ModelError, OutputError
 from runtime.core.frozen import FrozenModel
+from runtime.core.plan import plain_output
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
 from runtime.pipeline.files import CLIP, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
 VIDEO = "video.mp4"
+# The same before it was upscaled.
+PLAIN = plain_output(Path(VIDEO)).name
+VIDEOS = frozenset({VIDEO, PLAIN})
 _PARTIAL = ".part"
 # Files of a model; others are not read when it is loaded, or could run code.
 _MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".gguf", ".sft", ".md"})
@@ -127,7 +131,7 @@ def check_job_name(name: str) -> None:
     Raises:
         OutputError: if not.
     """
-    if name != VIDEO and not _JOB_FILE.fullmatch(name):
+    if name not in VIDEOS and not _JOB_FILE.fullmatch(name):
         raise OutputError("server.cluster_file_refused", name=name)
 
 

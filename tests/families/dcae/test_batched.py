@@ -16,11 +16,11 @@ from runtime.core.errors import EngineError, InvalidRequestError, SettingsError
 from runtime.core.events import EngineProgress, Event, FellBack
 from runtime.core.facts import render
 from runtime.core.settings import Settings
-from runtime.engines.frame_decoders import BATCH, builder_of, frame_engine, usable_engines
+from runtime.engines.frame_decoders import builder_of, frame_engine, usable_engines
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.families.dcae import load_decoder, make_batched_decode_fn
 from runtime.machine.probe import probe
-from runtime.models.spec import FRAME_DECODER
+from runtime.models.spec import FRAME_BATCH, FRAME_DECODER
 from tests import full_disk
 from tests.engine_library import EngineLibrary
 from tests.families.dcae import decoders
@@ -658,7 +658,7 @@ def test_a_plan_of_tensorrt_has_a_profile_for_full_batches_and_one_for_fewer(hom
     service = EngineService.from_settings(Settings(cache_dir=home), here)
     for name, profiles in (("onnx_tensorrt", 2), ("tensorrt_rtx", 2), ("inductor", 1)):
         one = frame_engine(service, decoder.tandem_spec, BUILDERS[name], (3, 4), "cuda:0")
-        assert one.key.profiles[0].min == one.key.profiles[0].max == (BATCH, 3, 4)
+        assert one.key.profiles[0].min == one.key.profiles[0].max == (FRAME_BATCH, 3, 4)
         assert len(one.key.profiles) == profiles
         assert one.takes_any is (profiles == 2)
         assert one.key.precision == "float16"

@@ -11,13 +11,13 @@ from runtime.core.settings import Settings
 from runtime.engines.builders import BUILDERS, Builder
 from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
-from runtime.engines.frame_decoders import BATCH, build_frame_engine, buildable_engines, frame_engine
+from runtime.engines.frame_decoders import build_frame_engine, buildable_engines, frame_engine
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.verify import LARGEST_TOLERANCES, TOLERANCES, tolerance_of
 from runtime.machine.probe import probe
 from runtime.models.registry import read_spec
-from runtime.models.spec import FRAME_DECODER, ModelSpec
+from runtime.models.spec import FRAME_BATCH, FRAME_DECODER, ModelSpec
 from tests.engine_library import EngineLibrary
 from tests.engines.conftest import INDUCTOR
 from tests.engines.contract import wheels
@@ -61,7 +61,7 @@ def test_engines_equal_pytorch(builder: Builder, kind: str, tmp_path: Path) -> N
     assert record.error < 1e-5
     assert record.pytorch_seconds > 0
     program = load_program(spec, FRAME_DECODER, FRAME_DECODER, device="cpu", dtype="float32")
-    inputs = program.inputs((BATCH, *LATENTS[kind]), seed=7)
+    inputs = program.inputs((FRAME_BATCH, *LATENTS[kind]), seed=7)
     with service.open(spec, FRAME_DECODER, [one.use], "cpu") as engines:
         out = engines.infer(FRAME_DECODER, **inputs)["decoded_frames"]
         expected = program.run(**inputs)["decoded_frames"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.core.request import UPSCALER
 from runtime.core.settings import Settings
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
@@ -13,7 +14,6 @@ from runtime.families.dcae import make_batched_decode_fn
 from runtime.families.esrgan.components import load_upscaler
 from runtime.families.esrgan.upscalers import find_upscaler
 from runtime.machine.probe import probe
-from runtime.models.spec import UPSCALER
 from tests.families.esrgan.networks import COMPACT_CONFIG, RRDB_CONFIG, picture, save_safetensors
 
 

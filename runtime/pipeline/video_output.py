@@ -1,0 +1,204 @@
+"""The video of a job while its frames arrive: written as they are, or enlarged, with the plain video next to it."""
+
+import base64
+import platform
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+
+from runtime import __version__
+from runtime.core import settings
+from runtime.core.errors import OutputError, TandemError
+from runtime.core.events import Event, FellBack, FramesUpscaled, StageStarted, VideoSaved, Warned
+from runtime.core.images import ImageUse
+from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
+from runtime.core.request import UPSCALER
+from runtime.execution.decoded_frames import fetched
+from runtime.models.images import open_image
+from runtime.pipeline.blank_video import Detector, blank_video_error
+from runtime.pipeline.run_context import RunContext
+from runtime.pipeline.upscale import FrameUpscaler
+from runtime.planner.upscaling import calls_of
+from runtime.video.images import thumbnail
+from runtime.video.mp4 import VideoWriter
+
+
+class VideoOutput:
+    """Takes the frames of a job, and writes its MP4. Memory does not depend on their number.
+
+    Use as a context manager: `write` chunks of frames, then `finish`. Leaving without that leaves no file.
+
+    Args:
+        job_id, on_frames: see `run.JobOptions`.
+    """
+
+    def __init__(self, context: RunContext, job_id: str | None, on_frames: Callable[[np.ndarray], None] | None) -> None:
+        self._context, self._job_id, self._on_frames = context, job_id, on_frames
+        self._detector = Detector()
+        self._exit = ExitStack()
+        self._upscaled = 0
+
+    def __enter__(self) -> "VideoOutput":
+        """Start ffmpeg, and load the upscaler if the plan has one.
+
+        Raises:
+            OutputError, MachineError: see `VideoWriter`.
+            ModelError: if the upscaler cannot be loaded.
+        """
+        plan = self._context.plan
+        width, height = plan.video_size
+        with ExitStack() as stack:
+            self._writer = stack.enter_context(VideoWriter(plan.output, width, height, plan.fps, plan.crf))
+            self._plain: VideoWriter | None = None
+            self._upscaler: FrameUpscaler | None = None
+            if plan.upscaling is not None:
+                sides = (plan.width, plan.height)
+                plain = VideoWriter(plain_output(plan.output), *sides, plan.fps, plan.plain_crf)
+                self._plain = stack.enter_context(plain)
+                self._upscaler = stack.enter_context(self._load_upscaler())
+            self._exit = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Free the upscaler, stop ffmpeg, and remove what is not finished."""
+        self._exit.close()
+
+    def _load_upscaler(self) -> FrameUpscaler:
+        context, residency = self._context, self._context.residency
+        context.current = ("load", UPSCALER)
+        context.loading(UPSCALER)
+        started = time.perf_counter()
+        backend = context.plan.components[UPSCALER].backend
+        upscaler = FrameUpscaler(
+            calls_of(context.plan, context.spec),
+            backend,
+            settings.load(),
+            None if backend == PYTORCH else residency.engines,
+            self._follow,
+            context.cancel,
+        )
+        residency.load_seconds += time.perf_counter() - started
+        return upscaler
+
+    def _follow(self, event: Event) -> None:
+        """Apply an event of the upscaler to the plan, and emit it."""
+        if isinstance(event, FellBack):
+            self._context.fell_back(UPSCALER, event.reason)
+            self._context.counts_for_history = False
+        elif isinstance(event, Warned):
+            self._context.warn(event.fact)
+        else:
+            self._context.emit(event)
+
+    def write(self, frames: np.ndarray) -> None:
+        """Take decoded frames, (n, height, width, 3) uint8.
+
+        Raises:
+            OutputError: if ffmpeg failed on earlier frames.
+            CancelledError: within one call of the upscaler of the request.
+        """
+        self._detector.inspect(frames)
+        if self._on_frames is not None:
+            self._on_frames(frames)
+        if self._plain is None or self._upscaler is None:
+            self._writer.write(frames)
+            return
+        self._plain.write(frames)
+        device = self._context.plan.components[UPSCALER].device
+        if device != "cpu":
+            # What the VAE still computes is not the upscaler's time.
+            torch.cuda.synchronize(device)
+        before = self._context.current
+        self._context.current = ("upscale", UPSCALER)
+        with self._context.metrics.stage("upscale"):
+            self._upscale(frames, self._upscaler)
+        self._context.current = before
+
+    def _upscale(self, frames: np.ndarray, upscaler: FrameUpscaler) -> None:
+        context = self._context
+        if not self._upscaled:
+            context.begin_stage("upscale", UPSCALER)
+        start = 0
+        while start < len(frames):
+            # A copy, because frames that were read from a file cannot be written to.
+            part = torch.from_numpy(frames[start : start + upscaler.frames_per_call].copy())
+            start += len(part)
+            # Large frames one by one: the writer's queue has a few chunks.
+            for larger in fetched(upscaler(part).split(1), context.cancel.check):
+                self._writer.write(larger.numpy())
+                self._upscaled += 1
+                context.emit(FramesUpscaled(frames=self._upscaled, of=context.plan.frames))
+
+    def finish(self) -> VideoSaved:
+        """Complete the MP4, and return the job's result.
+
+        Raises:
+            BadResultError: if the clip is degenerate; nothing is written.
+            OutputError: if the disk is full or a file cannot be replaced; nothing is left.
+        """
+        context, detector = self._context, self._detector
+        if detector.fault is not None:
+            raise blank_video_error(detector.fault, context.plan)
+        writers = [self._writer] if self._plain is None else [self._plain, self._writer]
+        with context.metrics.stage("mux"):
+            context.emit(StageStarted(stage="save"))
+            for writer in writers:
+                writer.close_stream()
+        context.cancel.check()
+        self._record_smaller_calls()
+        saved = context.result()
+        metadata = _metadata(saved, context.plan, self._job_id)
+        try:
+            for writer in writers:
+                writer.finish(context.plan.prompt, metadata)
+        except (OutputError, OSError):
+            if self._plain is not None:
+                # The plain video alone belongs to no job.
+                plain_output(context.plan.output).unlink(missing_ok=True)
+            raise
+        return saved
+
+    def _record_smaller_calls(self) -> None:
+        """Put the tiles and batches that memory allowed into the plan, whose forecast they do not measure."""
+        context, plan = self._context, self._context.plan
+        if self._upscaler is not None and plan.upscaling is not None:
+            calls = self._upscaler.calls
+            upscaling = plan.upscaling.replace(tile=calls.tile, batch=calls.batch)
+            if upscaling != plan.upscaling:
+                context.plan = plan.replace(upscaling=upscaling)
+                context.counts_for_history = False
+
+
+def _metadata(saved: VideoSaved, plan: ExecutionPlan, job_id: str | None) -> dict[str, Any]:
+    """Return the metadata of the MP4: the result without its path, the images, the job and the versions."""
+    result = {key: value for key, value in saved.result_json().items() if key != "video"}
+    versions = {
+        "tandem": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+    }
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    job = {} if job_id is None else {"job": job_id}
+    images = {field: use.summary() | _thumbnail(use) for field, use in plan.images.items()}
+    return {
+        "tandem": {**result, **job, **({"images": images} if images else {}), "versions": versions, "created": created}
+    }
+
+
+def _thumbnail(use: ImageUse) -> dict[str, str]:
+    """Return a small picture of an image as a data address; empty if it cannot be read by now."""
+    try:
+        picture = thumbnail(open_image(use))
+    except TandemError:
+        return {}
+    return {"thumbnail": f"data:image/webp;base64,{base64.b64encode(picture).decode()}"}
