@@ -45,6 +45,7 @@ def detail(job: Any, text: str = "", request: Any = None) -> str:
         "history_detail.html",
         job=job,
         request=request or {"prompt": text},
+        settings=request or {"prompt": text},
         rows=[(text, text)],
         images=[UsedImage(text, text, text)],
         card=Card(job, text, text, True, 16, 9, 5, text),
