@@ -12,6 +12,7 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan, Speed
+from runtime.core.request import UPSCALER
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
@@ -99,13 +100,10 @@ def runs_of(
         loaded: see `Run`.
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
-    calls = calls_of_plan(planned)
-    uncorrected = stages(workload, strategy)
-    runs = []
-    for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in planned.components):
+    calls, uncorrected, runs = calls_of_plan(planned), stages(workload, strategy), []
+    components = [part for part in planned.components if part != UPSCALER]  # see `planner.upscaling.run_of`
+    for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in components):
         alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
-        if not alike:  # the upscaler, see `planner.upscaling.run_of`
-            continue
         parts = [planned.components[stage.component] for stage in alike]
         speed = engine_tag(parts[0], planned.speed, name)
         degraded = history_tag(planned.speed, name) != history_tag(final.speed, name)

@@ -238,26 +238,35 @@ def with_upscaler(
         seconds=seconds,
         compared=compared,
     )
+    return _added(plan, calls, part, upscaler.name.removesuffix(f" {scale}x"), decoding)
+
+
+def _added(
+    plan: ExecutionPlan, calls: UpscalerCalls, part: ComponentPlan, name: str, decoding: StageMemory
+) -> ExecutionPlan:
+    """Return a plan with the upscaler `name`, which takes its memory and its seconds beside those of decoding."""
+    seconds = part.seconds
+    assert seconds is not None
     memory = StageMemory(
         stage="upscale",
         component=UPSCALER,
-        weights_bytes=decoding.weights_bytes + weights,
+        weights_bytes=decoding.weights_bytes + part.weights_bytes,
         working_bytes=decoding.working_bytes + calls.call_bytes,
         overhead_bytes=decoding.overhead_bytes,
         allocator_slack_bytes=decoding.allocator_slack_bytes,
     )
     return plan.replace(
-        upscale=str(scale),
-        upscaler=upscaler.name.removesuffix(f" {scale}x"),
+        upscale=str(calls.architecture.output_scale),
+        upscaler=name,
         upscaling=Upscaling(width=calls.width, height=calls.height, tile=calls.tile, batch=calls.batch),
-        crf=default_crf(calls.width, calls.height) if request.crf == AUTO else plan.crf,
+        crf=default_crf(calls.width, calls.height) if plan.request.crf == AUTO else plan.crf,
         components={**plan.components, UPSCALER: part},
         memory=(*plan.memory, memory),
         seconds={
             **plan.seconds,
             "upscale": seconds,
             "total": plan.seconds["total"] + seconds,
-            "load": plan.seconds["load"] + forecast.read_seconds(weights),
+            "load": plan.seconds["load"] + forecast.read_seconds(part.weights_bytes),
         },
         strategies=tuple(entry.replace(seconds=entry.seconds + seconds) for entry in plan.strategies),
     )
