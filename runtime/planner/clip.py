@@ -10,7 +10,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
 from runtime.core.images import CROP, ImageUse
 from runtime.core.loras import LoraUse
-from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, GenerationRequest
+from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
@@ -237,6 +237,13 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     if model is not None and model.flow_shift not in {shift, spec.noise.shift}:
         alternatives.append(Fact("planner.shift_published", {"shift": model.flow_shift}))
     return Fact("planner.shift_asked", {"shift": shift, "others": alternatives})
+
+
+def unused_warnings(request: GenerationRequest, guidance: float) -> list[Fact]:
+    """Return the warnings about settings that others leave without effect; `guidance` is the largest scale."""
+    warnings = [Fact("planner.negative_unused")] if request.negative_prompt and guidance <= 1 else []
+    unused = request.upscaler != AUTO and request.upscale == OFF
+    return [*warnings, Fact("planner.upscaler_unused")] if unused else warnings
 
 
 def guidance_reason(request: GenerationRequest, spec: ModelSpec) -> Fact | None:

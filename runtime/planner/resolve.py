@@ -380,6 +380,7 @@ def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) 
         *clip.image_warnings(request, spec, width, height),
         *clip.lora_warnings(request, spec, steps, max(settings.guidance, settings.guidance_2 or 0)),
         *clip.shift_warnings(spec, steps, settings.shift, settings.expert_steps),
+        *clip.unused_warnings(request, max(settings.guidance, settings.guidance_2 or 0)),
     ]
 
 

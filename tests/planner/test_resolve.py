@@ -183,6 +183,21 @@ def test_too_little_ram_is_refused(tiny: Tiny) -> None:
         plan(large(tiny("wan2.1")), width=1024, height=1024, frames=253)
 
 
+@pytest.mark.parametrize(
+    ("asked", "codes"),
+    [
+        ({"negative_prompt": "blur", "guidance_scale": 1.0}, ["planner.negative_unused"]),
+        ({"negative_prompt": "blur", "guidance_scale": 1.0, "guidance_scale_2": 3.0}, []),
+        ({"negative_prompt": "", "guidance_scale": 1.0}, []),
+        ({"negative_prompt": "blur"}, []),
+        ({"upscaler": "realesrgan-x4plus"}, ["planner.upscaler_unused"]),
+    ],
+)
+def test_settings_without_effect_are_warnings(asked: dict[str, Any], codes: list[str], tiny: Tiny) -> None:
+    unused = [fact.code for fact in plan(tiny("wan2.2-a14b"), **asked).warnings if fact.code.endswith("_unused")]
+    assert unused == codes
+
+
 def test_unusual_sizes_are_warnings(tiny: Tiny) -> None:
     assert plan(tiny("wan2.1")).warnings == ()
     (size,) = plan(tiny("wan2.1"), width=64, height=64).warnings

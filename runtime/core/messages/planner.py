@@ -382,6 +382,8 @@ _WARNINGS: Mapping[str, Message] = {
     "planner.weights_not_downloaded": Message(
         "The weights of {model} are not downloaded; the plan assumes that they are."
     ),
+    "planner.negative_unused": Message("{set[negative_prompt]} has no effect with guidance 1."),
+    "planner.upscaler_unused": Message("{set[upscaler]} has no effect without {set[upscale]}."),
     "planner.image_cut": Message(
         "{percent} % of the image {image} is cut off at {size}. {suggested} has its proportions; "
         "{set[image_fit=fit]} shows all of it."
