@@ -311,7 +311,7 @@ def test_the_video_on_the_stage_is_compared_with_a_recent_one_by_keyboard(open_p
 
 def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "a slow boat", long=True, steps=100)
+    ask(page, "a slow boat", long=True, steps=400)
     start(page)
     page.wait_for_selector("#picture img.preview[src^='data:image/webp']")
     page.click("#cancel")
