@@ -48,6 +48,8 @@ async def follow_views(job: Job, worker: JobQueue, audience: Audience, icon: str
         if key != last_key or now - shown_at >= _TICK_SECONDS:
             current = await asyncio.to_thread(view, job, group, worker, audience, icon, now)
             last_key, shown_at = key, now
+            if watch.ended:  # meanwhile the page shows another video, which this view would replace
+                return
             if current != last_view:
                 last_view = current
                 yield current

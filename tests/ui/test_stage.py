@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from typing import Any
 
 import pytest
 
@@ -92,3 +93,19 @@ def test_a_page_follows_a_group_until_all_have_ended(worker: JobQueue, jobs: lis
     assert [view.busy for view in views] == [True] * 3 + [False]
     assert states(views[-1]) == ["done"] + ["cancelled"] * 3
     assert line("ui.group_cancelled", cancelled=2) in views[2].status
+
+
+def test_a_view_is_not_sent_once_the_page_shows_another_video(
+    worker: JobQueue, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, view_of = Watch(), stage.view
+
+    def view(*arguments: Any) -> View:
+        watch.ended = True  # the page's next watch begins while this view is made
+        return view_of(*arguments)
+
+    async def follow() -> list[View]:
+        return [shown async for shown in stage.follow_views(jobs[0], worker, AUDIENCE, "", watch)]
+
+    monkeypatch.setattr(stage, "view", view)
+    assert asyncio.run(follow()) == []
