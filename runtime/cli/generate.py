@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.cli import exit_codes, terminal
+from runtime.cli.conversion import read_output, read_path
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.jobs import check_stored
 from runtime.cli.plan_and_doctor import clip_text, time_text
 from runtime.core import settings
 from runtime.core.environment import program
-from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, OutputError, StoreError
+from runtime.core.errors import MODEL_UNUSABLE, OutputError, StoreError
 from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, Planned, VideoSaved, Warned
 from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
@@ -28,7 +29,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, probe
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import make_folder, output_path
+from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery
@@ -75,7 +76,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
     """
     environment = _Environment.load()
     spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
-    output = _output_path(request, out, environment.settings.outputs_dir)
+    output = read_output(out, request.prompt, environment.settings.outputs_dir)
     plan = resolve(
         request,
         spec,
@@ -133,7 +134,7 @@ def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
         except OutputError as error:
             hint = " To save it elsewhere, add --out FILE.mp4."
             return exit_codes.report_error(error.fact, as_json=as_json, hint=hint)
-        job = store.start(job.id, instance.id, None if out is None else _given_path(out))
+        job = store.start(job.id, instance.id, None if out is None else read_path("out", out, "cli.out_unreadable"))
         replanner = JobReplanner(environment.settings.weights_dir, environment.engines, environment.history)
 
         def plan(work: Work) -> tuple[ModelSpec, ExecutionPlan]:
@@ -145,7 +146,7 @@ def resume(id_prefix: str, out: str | None, *, as_json: bool) -> int:
 def _check_resumed(job: JobRecord, out: str | None, outputs_dir: Path) -> None:
     if job.plan is None:
         return
-    output = job.output if out is None else _given_path(out)
+    output = job.output if out is None else read_path("out", out, "cli.out_unreadable")
     if output.parent == outputs_dir:
         make_folder(outputs_dir)
     check_output(output, *job.plan.video_size, job.plan.frames, job.plan.crf)
@@ -230,19 +231,6 @@ def _report_end(end: Outcome | None, components: Sequence[str], hint: str, *, jo
         return exit_codes.CANCELLED
     terminal.line(f"{Fact('cli.nothing_saved')}{hint}")
     return exit_codes.CANCELLED
-
-
-def _output_path(request: GenerationRequest, out: str | None, outputs_dir: Path) -> Path:
-    if out is None:
-        make_folder(outputs_dir)
-        return output_path(outputs_dir, request.prompt)
-    return _given_path(out)
-
-
-def _given_path(out: str) -> Path:
-    if not out.isprintable() or not out.strip():
-        raise InvalidRequestError("out", "cli.out_unreadable")
-    return Path(out).expanduser().resolve()
 
 
 def _print_saved(end: VideoSaved) -> None:
