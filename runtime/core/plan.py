@@ -23,6 +23,7 @@ from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import AUTO, OFF, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
+from runtime.core.tiles import call_size
 
 PYTORCH = "pytorch"
 BACKEND_TITLES = facts.BACKEND_TITLES
@@ -414,9 +415,7 @@ class ExecutionPlan(ResolvedRequest):
         """Return the size that engines of a component are for: the clip's in latents, or the upscaler's calls."""
         if component != UPSCALER or self.upscaling is None:
             return self.latent_size
-        sides = (self.height, self.width)
-        height, width = (side if self.upscaling.tile is None else min(side, self.upscaling.tile) for side in sides)
-        return self.upscaling.batch, height, width
+        return self.upscaling.batch, *call_size(self.height, self.width, self.upscaling.tile)
 
     @property
     def memory_bytes(self) -> int:

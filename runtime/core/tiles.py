@@ -29,6 +29,11 @@ def spans(length: int, tile: int) -> list[Span]:
     return [Span(start, start + tile) for start in starts]
 
 
+def call_size(height: int, width: int, tile: int | None) -> tuple[int, int]:
+    """Return (height, width) of what one call computes: the frame, or a tile of it, in the unit of all three."""
+    return (height, width) if tile is None else (min(height, tile), min(width, tile))
+
+
 def times_decoded(height: int, width: int, tile: int | None) -> float:
     """Return how often a latent is decoded on average.
 

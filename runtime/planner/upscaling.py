@@ -10,7 +10,7 @@ from runtime.core.estimates import BackendSeconds, Seconds, StageMemory
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, Upscaling, default_crf
 from runtime.core.request import AUTO, MAX_SIDE, UPSCALER
-from runtime.core.tiles import spans
+from runtime.core.tiles import call_size, spans
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine
 from runtime.models.spec import FRAME_BATCH, ModelSpec
@@ -91,9 +91,7 @@ class UpscalerCalls:
     @property
     def call_size(self) -> tuple[int, int]:
         """(height, width) of the frames or tiles of a call."""
-        if self.tile is None:
-            return self.frame_height, self.frame_width
-        return min(self.frame_height, self.tile), min(self.frame_width, self.tile)
+        return call_size(self.frame_height, self.frame_width, self.tile)
 
     @property
     def tiles(self) -> int:
