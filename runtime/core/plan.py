@@ -411,6 +411,11 @@ class ExecutionPlan(ResolvedRequest):
         _, _, frames, height, width = self.latent_shape
         return frames, height, width
 
+    @property
+    def model_components(self) -> list[str]:
+        """Names of the model's components: all but the upscaler, which is loaded for each job."""
+        return [name for name in self.components if name != UPSCALER]
+
     def engine_size(self, component: str) -> LatentSize:
         """Return the size that engines of a component are for: the clip's in latents, or the upscaler's calls."""
         if component != UPSCALER or self.upscaling is None:

@@ -78,7 +78,7 @@ COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCache", TAYLORSEER: "TaylorSeer"}
 OFF = "off"
-UPSCALES: Final = {OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
+UPSCALES: Final = {AUTO: "Automatic", OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -492,12 +492,12 @@ class GenerationRequest(FrozenModel):
             "video in its own size is kept too.",
             group="upscaling",
             flag="--upscale",
-            metavar="2|3|4",
-            unset=OFF,
+            metavar=f"{OFF}|2|3|4",
+            unset=f"the model's: 4 for the shipped one, else {OFF}",
             docs="upscale.md",
             choices=UPSCALES,
         ),
-    ] = OFF
+    ] = AUTO
     upscaler: Annotated[
         str,
         UpscalerName(

@@ -17,7 +17,6 @@ from runtime.core.cancel import Cancel
 from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
-from runtime.core.request import UPSCALER
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import OF_PACKAGES, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
@@ -193,7 +192,9 @@ class Residency:
         return self._service
 
     def is_loaded(self, spec: ModelSpec, plan: ExecutionPlan, name: str) -> bool:
-        """Whether a component is loaded, or being loaded, in the form that the plan uses."""
+        """Whether a component is loaded, or being loaded, in the form that the plan uses; the upscaler never is."""
+        if name not in plan.model_components:
+            return False
         keys = _keys(spec, name, plan, plan.components[name])
         return all(key in self._loaded or key in self._ahead for key in keys)
 
@@ -459,8 +460,7 @@ class Residency:
 
     def _free_all_but(self, spec: ModelSpec, plan: ExecutionPlan) -> None:
         """Free components of earlier jobs that this plan does not use."""
-        parts = {name: part for name, part in plan.components.items() if name != UPSCALER}  # it is loaded for each job
-        keys = {key for name, part in parts.items() for key in _keys(spec, name, plan, part)}
+        keys = {key for name in plan.model_components for key in _keys(spec, name, plan, plan.components[name])}
         fit = self.group_manager.fits(plan.split)
         self._ahead.keep_only(keys)
         for key in [key for key in self._loaded if key not in keys or not (fit or key.split is None)]:

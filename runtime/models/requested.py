@@ -47,18 +47,21 @@ def model_for(
 
 
 def with_upscaler(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> ModelSpec:
-    """Return a model with the upscaler of a request, if it has one.
+    """Return a model with the upscaler of a request, if the request or else the model's defaults have one.
 
     Raises:
         ModelError: if its file cannot be used.
-        InvalidRequestError: if it is not installed, or does not enlarge as much.
+        InvalidRequestError: if the request has one that is not installed, or does not enlarge as much.
     """
-    if request.upscale == OFF:
+    scale = spec.defaults.upscale if request.upscale == AUTO else request.upscale
+    if scale == OFF:
         return spec
     name = None if request.upscaler == AUTO else request.upscaler
     try:
-        return replace(spec, upscaler=find_upscaler(name, int(request.upscale), weights_dir))
+        return replace(spec, upscaler=find_upscaler(name, int(scale), weights_dir))
     except (InvalidRequestError, ModelError) as error:
+        if error.fact.code == "upscaler.none" and (request.upscale, name) == (AUTO, None):
+            return spec  # the plan warns
         field = _FIELDS.get(error.fact.code)
         if field is None:
             raise

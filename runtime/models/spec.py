@@ -230,6 +230,7 @@ class Defaults:
     Attributes:
         image_guidance_scale, image_guidance_scale_2: guidance scales of videos that start from an image, for models
             that do better with others; `None` for the same.
+        upscale: how many times finished frames are enlarged; "off" for not at all.
     """
 
     width: Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
@@ -242,6 +243,7 @@ class Defaults:
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS)]
     image_guidance_scale: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)] | None = None
     image_guidance_scale_2: Annotated[float, Field(strict=True, ge=0, le=MAX_GUIDANCE)] | None = None
+    upscale: Literal["off", "2", "3", "4"] = "off"
 
     def guidance(self, *, from_image: bool) -> tuple[float, float | None]:
         """Return the guidance scales of the transformers, the second `None` if the first applies to both."""

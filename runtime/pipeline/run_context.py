@@ -360,7 +360,7 @@ class RunContext:
             self.cancel.check_pause()
             if self.plan.fell_back(name):
                 self.fell_back(name, part.reasons[0])
-            elif part.engines and (name == UPSCALER or not self.residency.is_loaded(self.spec, self.plan, name)):
+            elif part.engines and not self.residency.is_loaded(self.spec, self.plan, name):
                 try:
                     for use in part.engines:
                         self._build_engine(name, use)
@@ -377,8 +377,8 @@ class RunContext:
 
         The embeddings of the prompt may be in the cache.
         """
-        needed = self._needed() - {*self.spec.text_encoders, UPSCALER}
-        self.residency.load_ahead(self.spec, self, [name for name in self.plan.components if name in needed])
+        needed = self._needed() - {*self.spec.text_encoders}
+        self.residency.load_ahead(self.spec, self, [name for name in self.plan.model_components if name in needed])
 
     def _needed(self) -> set[str]:
         """Return the components that the remaining stages need."""

@@ -15,7 +15,6 @@ from runtime.core.cancel import never
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import UPSCALER
 from runtime.execution.components import Denoiser, VideoEncoder
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.text_encoder import TextEncoding, joined
@@ -149,7 +148,7 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
             loaded_parts = {
                 part
                 for part in context.plan.components
-                if part != UPSCALER and context.residency.is_loaded(context.spec, context.plan, part)
+                if context.residency.is_loaded(context.spec, context.plan, part)
             }
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting

@@ -239,11 +239,14 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     return Fact("planner.shift_asked", {"shift": shift, "others": alternatives})
 
 
-def unused_warnings(request: GenerationRequest, guidance: float) -> list[Fact]:
-    """Return the warnings about settings that others leave without effect; `guidance` is the largest scale."""
+def unused_warnings(request: GenerationRequest, spec: ModelSpec, guidance: float) -> list[Fact]:
+    """Return the warnings about settings that have no effect; `guidance` is the largest scale."""
     warnings = [Fact("planner.negative_unused")] if request.negative_prompt and guidance <= 1 else []
-    unused = request.upscaler != AUTO and request.upscale == OFF
-    return [*warnings, Fact("planner.upscaler_unused")] if unused else warnings
+    if spec.upscaler is None and request.upscaler != AUTO:
+        return [*warnings, Fact("planner.upscaler_unused")]
+    if spec.upscaler is None and request.upscale == AUTO and spec.defaults.upscale != OFF:
+        return [*warnings, Fact("planner.not_upscaled", {"scale": spec.defaults.upscale})]
+    return warnings
 
 
 def guidance_reason(request: GenerationRequest, spec: ModelSpec) -> Fact | None:

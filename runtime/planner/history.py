@@ -12,7 +12,6 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan, Speed
-from runtime.core.request import UPSCALER
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
@@ -101,7 +100,7 @@ def runs_of(
     """
     workload, strategy = Workload.of(planned, spec), planned.strategy
     calls, uncorrected, runs = calls_of_plan(planned), stages(workload, strategy), []
-    components = [part for part in planned.components if part != UPSCALER]  # see `planner.upscaling.run_of`
+    components = planned.model_components  # of the upscaler: `planner.upscaling.run_of`
     for name in dict.fromkeys("transformer" if is_transformer(part) else part for part in components):
         alike = [stage for stage in uncorrected if stage.component == name or _both_experts(stage.component, name)]
         parts = [planned.components[stage.component] for stage in alike]

@@ -71,7 +71,7 @@ def resolve(
     if builds_later or request.build == IDLE:
         return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
     _check_supported(request, spec)
-    assert (request.upscale == OFF) == (spec.upscaler is None), "a spec without its request's upscaler"
+    assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
     if "gpus" in spec.unsupported:
         context = context._replace(others=())
     plan = _on_most_gpus(request, spec, context)
@@ -380,7 +380,7 @@ def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) 
         *clip.image_warnings(request, spec, width, height),
         *clip.lora_warnings(request, spec, steps, max(settings.guidance, settings.guidance_2 or 0)),
         *clip.shift_warnings(spec, steps, settings.shift, settings.expert_steps),
-        *clip.unused_warnings(request, max(settings.guidance, settings.guidance_2 or 0)),
+        *clip.unused_warnings(request, spec, max(settings.guidance, settings.guidance_2 or 0)),
     ]
 
 

@@ -354,7 +354,7 @@ def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
 
 
 def upscaling_html(
-    values: Mapping[str, Any], upscalers: Sequence[str], weights_dir: Path, plan: ExecutionPlan | None = None
+    values: Mapping[str, Any], spec: ModelSpec, upscalers: Sequence[str], weights_dir: Path, plan: ExecutionPlan | None
 ) -> str:
     """Return the choices of upscaling; disabled with the reason if no upscaler is installed.
 
@@ -369,12 +369,12 @@ def upscaling_html(
     about = {name: FIELDS[name].help for name in ("upscale", "upscaler")}
     if not upscalers:
         about["upscale"] = paragraph(missing)
-    titles = dict(UPSCALES)
+    titles = dict(UPSCALES) | {AUTO: f"The model's: {UPSCALES[spec.defaults.upscale].lower()}"}
     if plan is not None:
-        for value in titles.keys() - {OFF}:
+        for value in titles.keys() - {AUTO, OFF}:
             size = formatting.size(plan.width * int(value), plan.height * int(value))
             titles[value] = f"{titles[value]}, {size}"
-    factors = [Option(value, title, "" if value == OFF else problem) for value, title in titles.items()]
+    factors = [Option(value, title, "" if value in {AUTO, OFF} else problem) for value, title in titles.items()]
     names = {AUTO: "Automatic"} | {name: name for name in upscalers}
     chosen = values.get("upscaler")
     if isinstance(chosen, str):
@@ -636,16 +636,16 @@ class PreviewPanel:
             parts |= {
                 "components": lambda: components_html(spec, summary, state["preview"], machine),
                 "options": lambda: options_html(values, machine, spec),
-                "upscaling": lambda: self._upscaling(values, state["preview"]),
+                "upscaling": lambda: self._upscaling(values, spec, state["preview"]),
                 "presets": lambda: self._presets(spec, state["request"], machine),
                 "cost": lambda: self._cost(spec),
                 "picture": lambda: render("plan_picture.html", picture=example_of(self._store, spec), spec=spec),
             }
         return drawn(parts)
 
-    def _upscaling(self, values: Mapping[str, Any], preview: Preview | None) -> str:
+    def _upscaling(self, values: Mapping[str, Any], spec: ModelSpec, preview: Preview | None) -> str:
         plan = None if preview is None else preview.plan
-        return upscaling_html(values, list(upscaler_paths(self._weights_dir)), self._weights_dir, plan)
+        return upscaling_html(values, spec, list(upscaler_paths(self._weights_dir)), self._weights_dir, plan)
 
     def _cost(self, spec: ModelSpec) -> str:
         return cost_html(self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec))

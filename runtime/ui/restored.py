@@ -8,7 +8,7 @@ from typing import Any
 from runtime.core.errors import TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact, shortened
-from runtime.core.request import FIELDS, GenerationRequest
+from runtime.core.request import FIELDS, OFF, GenerationRequest
 from runtime.models.catalogue import check_offered
 from runtime.models.spec import ModelSpec
 from runtime.ui import fields
@@ -31,8 +31,11 @@ class Refused:
 
 
 def settings_of(saved: VideoSaved) -> dict[str, Any]:
-    """Return the request of a finished video with the `VERSION` that made it, 1 if its plan is older than versions."""
-    return {**saved.request, VERSION: saved.plan.get("model_version", 1)}
+    """Return the request of a finished video with the `VERSION` that made it, 1 if its plan is older than versions.
+
+    A request that is older than upscaling states that its video was not upscaled: its model may be by now.
+    """
+    return {"upscale": OFF, **saved.request, VERSION: saved.plan.get("model_version", 1)}
 
 
 def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[dict[str, Any], list[Refused]]:

