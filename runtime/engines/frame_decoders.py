@@ -79,12 +79,13 @@ def frame_engine(
         ModelError: if the weights cannot be read.
         EngineError: if the device does not exist.
     """
+    program = frame_component(spec)
     key = builder.key(
         spec,
-        frame_component(spec),
-        frame_component(spec),
+        program,
+        program,
         frame_profiles(builder.name, (batch, *latent)),
-        precision=precision or frame_precision(device),
+        precision=precision or frame_precision(builder, spec, program, engines.machine, device),
         machine=engines.machine,
         device=device,
         cache_dir=engines.cache_dir,

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import json
 import platform
-import re
 import threading
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -52,8 +51,6 @@ _EXPORTED_MODULES = (
 _REVISION_LENGTH = 16
 # Python 3.11 counts the depth of syntax trees for all threads together, and fails if two of them parse at once.
 _PARSING = threading.Lock()
-# CPU features that affect the choice of kernels by compilers and libraries.
-_INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
 
 
 @functools.cache
@@ -184,7 +181,7 @@ def device_text(machine: Machine, device: str) -> str:
         EngineError: if the machine has no such GPU.
     """
     if device == "cpu":
-        return " ".join([platform.machine(), *cpu_instructions()])
+        return " ".join([platform.machine(), *machine.cpu_instructions])
     index = gpu_index(device)
     if index >= len(machine.gpus):
         raise EngineError("engine.no_such_gpu", device=device)
@@ -196,20 +193,6 @@ def device_text(machine: Machine, device: str) -> str:
 def device_like(key_device: str, machine: Machine) -> str:
     """Return "cuda:0" if a key's `device` is a GPU and this machine has one, else "cpu"."""
     return "cuda:0" if is_of_gpu(key_device) and machine.gpus else "cpu"
-
-
-def cpu_instructions() -> list[str]:
-    """Return the CPU's instruction sets that affect arithmetic, sorted; empty if the system does not list them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return []
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
-    return sorted(flag for flag in flags.group(1).split() if _INSTRUCTIONS.fullmatch(flag)) if flags else []
-
-
-def cpu_has_bfloat16() -> bool:
-    """Return whether the CPU has bfloat16 instructions; without them, bfloat16 is slower than float32."""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(cpu_instructions())
 
 
 def versions_of(*packages: str) -> tuple[tuple[str, str], ...]:

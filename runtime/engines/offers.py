@@ -170,7 +170,7 @@ class ModelOffers:
         """Return the engine of a builder for a program at a latent size, built or not."""
         if program in FRAME_PROGRAMS:
             profile = frame_profiles(builder.name, size)[-1]
-            precision = frame_precision(device)
+            precision = frame_precision(builder, self.spec, program, self.machine, device)
         else:
             profile = _profile(builder.name, program, self.spec, size, device)
             precision = builder.default_precision(self.spec, program, self.machine, device)
@@ -245,12 +245,12 @@ def frame_profiles(builder: str, full: LatentSize) -> tuple[ShapeProfile, ...]:
     return (whole, ShapeProfile((1, *full[1:]), full, full)) if builder in _PROFILED else (whole,)
 
 
-def frame_precision(device: str) -> str:
+def frame_precision(builder: Builder, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
     """Return the precision of engines of single frames: float16 on a GPU, whose error is a sixth of bfloat16's.
 
     An overflow is found when the engine is verified.
     """
-    return "float32" if device == "cpu" else "float16"
+    return builder.default_precision(spec, program, machine, device) if device == "cpu" else "float16"
 
 
 def _scale(record: EngineRecord, spec: ModelSpec, component: str, size: LatentSize) -> float:

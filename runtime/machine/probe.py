@@ -18,6 +18,10 @@ import psutil
 from runtime.core.facts import Fact
 from runtime.machine.packages import installed_versions
 
+# CPU features that affect the choice of kernels by compilers and libraries.
+_INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
+_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -48,6 +52,7 @@ class Machine:
         driver_cuda: the newest CUDA version (major, minor) that the NVIDIA driver supports.
         packages: (name, version) of the installed `packages.PACKAGES`.
         compiler: the C++ compiler that Inductor uses.
+        cpu_instructions: see `cpu_instructions`.
     """
 
     system: str
@@ -66,11 +71,17 @@ class Machine:
     driver_cuda: tuple[int, int] | None = None
     packages: tuple[tuple[str, str], ...] = ()
     compiler: str | None = None
+    cpu_instructions: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types, with the problem as text."""
         problem = None if self.gpu_problem is None else str(self.gpu_problem)
         return asdict(self) | {"packages": dict(self.packages), "gpu_problem": problem}
+
+    @property
+    def cpu_has_bfloat16(self) -> bool:
+        """Whether the CPU has bfloat16 instructions; without them, bfloat16 is slower than float32."""
+        return not _BFLOAT16.isdisjoint(self.cpu_instructions)
 
     def gpu_of(self, device: str) -> Gpu:
         """Return the GPU of a torch device."""
@@ -119,7 +130,17 @@ def probe(engines_dir: Path | None = None) -> Machine:
         driver_cuda=driver_cuda,
         packages=installed_versions(),
         compiler=cpp_compiler(),
+        cpu_instructions=cpu_instructions(),
     )
+
+
+def cpu_instructions() -> tuple[str, ...]:
+    """Return the CPU's instruction sets that affect arithmetic, sorted; empty if the system does not list them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return ()
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
+    return tuple(sorted(flag for flag in flags.group(1).split() if _INSTRUCTIONS.fullmatch(flag))) if flags else ()
 
 
 def free_disk_bytes(folder: Path) -> int:

@@ -28,7 +28,12 @@ from runtime.video.mp4 import Sound, read_metadata
 from runtime.video.reader import COLORS, input_options, read_video
 
 _WHITE = 255.0
-_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16}
+# Of the network's inputs. bfloat16 has fewer bits than colors, so the network rounds only what its convolutions take.
+_DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.float32,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,11 @@ class UpscalerCalls:
         """
         gpu = None if device == "cpu" else machine.gpu_of(device)
         free = machine.ram_free_bytes if gpu is None else gpu.free_bytes
-        fast = gpu is not None and gpu.capability >= _FLOAT16_CAPABILITY
-        batch = 1 if gpu is None else FRAME_BATCH
-        calls = cls(spec, height, width, device, "float16" if fast else "float32", None, batch)
+        if gpu is None:
+            dtype = "bfloat16" if machine.cpu_has_bfloat16 else "float32"
+        else:
+            dtype = "float16" if gpu.capability >= _FLOAT16_CAPABILITY else "float32"
+        calls = cls(spec, height, width, device, dtype, None, 1 if gpu is None else FRAME_BATCH)
         smaller = calls.smaller()
         while smaller is not None and not calls._fits(free - used_bytes):
             calls, smaller = smaller, smaller.smaller()

@@ -18,14 +18,13 @@ from runtime.engines.block_programs import BlockProgram
 from runtime.engines.builders import BUILDERS
 from runtime.engines.key_parts import (
     architecture_digest,
-    cpu_instructions,
     device_text,
     export_revision,
     program_key_parts,
     versions_of,
 )
 from runtime.engines.programs import load_program
-from runtime.machine.probe import probe
+from runtime.machine.probe import cpu_instructions, probe
 from runtime.models.registry import FAMILIES, Entry, family_of, read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
@@ -139,7 +138,7 @@ def test_unwritable_digest_file_is_ignored(copied: ModelSpec, tmp_path: Path) ->
 
 def test_cpu_is_identified_by_its_instruction_sets() -> None:
     text = device_text(probe(), "cpu")
-    assert text.split()[1:] == cpu_instructions()
+    assert text.split()[1:] == [*cpu_instructions()]
     with refusal("engine.no_such_gpu") as refused:
         device_text(probe(), "cuda:7")
     assert refused.value.data["device"] == "cuda:7"

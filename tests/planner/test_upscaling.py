@@ -1,6 +1,7 @@
 """Plans of videos that are upscaled: sizes, memory, seconds, backends and refusals."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,30 @@ def test_a_gpu_upscales_batches_in_float16(weights: Path, tiny: Tiny) -> None:
     assert made.upscaling is not None
     assert (made.upscaling.batch, made.components[UPSCALER].dtype) == (8, "float16")
     assert made.components[UPSCALER].device == made.components["vae"].device
+
+
+@pytest.mark.parametrize(("instructions", "dtype"), [((), "float32"), (("avx512_bf16", "fma"), "bfloat16")])
+def test_a_cpu_upscales_frames_one_by_one(weights: Path, tiny: Tiny, instructions: tuple[str, ...], dtype: str) -> None:
+    here = replace(machine(), cpu_instructions=instructions)
+    made = plan(tiny("wan2.1"), weights, here, upscale=2)
+    assert made.upscaling is not None
+    assert (made.upscaling.batch, made.components[UPSCALER].dtype) == (1, dtype)
+
+
+def test_the_model_decides_whether_videos_are_upscaled(
+    weights: Path, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("wan2.1")
+    model = replace(model, defaults=replace(model.defaults, upscale="3"))
+    assert plan(model, weights).upscale == "3"
+    assert plan(model, weights, upscale=2).upscale == "2"
+    assert plan(model, weights, upscale="off").upscaling is None
+    monkeypatch.setattr(upscalers, "_MODULE", "no_such_package")
+    without = plan(model, tmp_path / "none")
+    assert without.upscaling is None
+    assert "planner.not_upscaled" in [fact.code for fact in without.warnings]
+    with pytest.raises(InvalidRequestError):
+        plan(model, tmp_path / "none", upscaler="compact")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import nn
 from runtime.core.plan import PYTORCH, ComponentPlan
 from runtime.core.request import UPSCALER
 from runtime.families.esrgan.programs import CompactNetwork, RrdbNetwork, UpscalerForm
-from runtime.families.esrgan.spec import COMPACT, UpscalerSpec, read_architecture
+from runtime.families.esrgan.spec import COMPACT, read_architecture
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 
@@ -32,10 +32,13 @@ MODULES: Mapping[str, Any] = {UPSCALER: Upscaler}
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], nn.Module]) -> nn.Module:
-    """See `engines.programs.MakeForm`."""
+    """See `engines.programs.MakeForm`. On a CPU, PyTorch is fastest with the channels last."""
     del program
     architecture: Any = spec.vae
-    return UpscalerForm(load(), architecture)
+    form: Any = UpscalerForm(load(), architecture)
+    on_cpu = next(form.parameters()).device.type == "cpu"
+    made: nn.Module = form.to(memory_format=torch.channels_last) if on_cpu else form
+    return made
 
 
 def load_upscaler(spec: ModelSpec, *, device: str = "cpu", dtype: str = "float32") -> nn.Module:
@@ -54,7 +57,6 @@ def load_upscaler(spec: ModelSpec, *, device: str = "cpu", dtype: str = "float32
         ModelError: if it cannot be loaded.
     """
     part = ComponentPlan(backend=PYTORCH, device=device, dtype=dtype, weights_bytes=0, reasons=())
-    architecture: UpscalerSpec | Any = spec.vae
-    form: Any = UpscalerForm(load_module(spec, UPSCALER, part), architecture).eval()
+    form: Any = make_form(spec, UPSCALER, lambda: load_module(spec, UPSCALER, part)).eval()
     form.tandem_spec = spec
-    return form.to(memory_format=torch.channels_last) if device == "cpu" else form
+    return form

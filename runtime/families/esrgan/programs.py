@@ -33,10 +33,11 @@ class CompactNetwork(nn.Module):
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
         """Return (n, 3, scale · height, scale · width) of frames (n, 3, height, width) in 0 to 1."""
-        hidden = frames
+        hidden = frames.to(next(self.body.parameters()).dtype)
         for layer in self.body:
             hidden = layer(hidden)
-        # Before the shuffle, nearest neighbours are copies of channels.
+        # Before the shuffle, nearest neighbours are copies of channels. They keep the frames' dtype, and with it their
+        # colors where the weights have fewer bits.
         return F.pixel_shuffle(hidden + frames.repeat_interleave(self.scale**2, dim=1), self.scale)
 
 
@@ -92,7 +93,7 @@ class RrdbNetwork(nn.Module):
         if side > 1:
             frames = F.pad(frames, (0, -width % side, 0, -height % side), mode="replicate")
             frames = F.pixel_unshuffle(frames, side)
-        first = self.conv_first(frames)
+        first = self.conv_first(frames.to(self.conv_first.weight.dtype))
         hidden = first
         for block in self.body:
             hidden = block(hidden)
@@ -117,8 +118,7 @@ class UpscalerForm(nn.Module):
 
     def forward(self, latent_frames: torch.Tensor) -> torch.Tensor:
         """Return frames in about 0 to 1, float32, of smaller ones in 0 to 1; computed in the dtype of the weights."""
-        dtype = next(self.network.parameters()).dtype
-        frames: torch.Tensor = self.network(latent_frames.to(dtype))
+        frames: torch.Tensor = self.network(latent_frames)
         if self.reduces:
             height, width = latent_frames.shape[2:]
             size = (height * self.output_scale, width * self.output_scale)

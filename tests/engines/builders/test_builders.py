@@ -10,9 +10,9 @@ import torch
 from torch.utils import cpp_extension
 
 from runtime.core.facts import Fact
+from runtime.core.request import UPSCALER
 from runtime.engines.builders import BUILDERS, builders_of
 from runtime.engines.builders import inductor as inductor_module
-from runtime.engines.builders import onnxruntime as onnxruntime_module
 from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import load_program
@@ -90,16 +90,15 @@ def test_missing_compiler_is_reported(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_only_the_vae_runs_in_bfloat16_on_a_cpu(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, tiny: Callable[[str], ModelSpec], fast: bool
+def test_only_the_vae_and_the_upscaler_run_in_bfloat16_on_a_cpu(
+    machine: Machine, tiny: Callable[[str], ModelSpec], fast: bool
 ) -> None:
-    spec = tiny("wan2.2-a14b")
-    monkeypatch.setattr(inductor_module, "cpu_has_bfloat16", lambda: fast)
-    monkeypatch.setattr(onnxruntime_module, "cpu_has_bfloat16", lambda: fast)
+    spec, machine = tiny("wan2.2-a14b"), replace(machine, cpu_instructions=("avx512_bf16",) if fast else ())
     for builder in (InductorBuilder(), OnnxRuntimeBuilder("openvino")):
-        chosen = {name: builder.default_precision(spec, name, machine, "cpu") for name in PROFILES}
-        vae = "bfloat16" if fast else "float32"
-        assert chosen == {name: vae if name.startswith("vae") else "float32" for name in PROFILES}
+        names = [*PROFILES, UPSCALER]
+        chosen = {name: builder.default_precision(spec, name, machine, "cpu") for name in names}
+        of_frames = "bfloat16" if fast else "float32"
+        assert chosen == {name: of_frames if name.startswith(("vae", UPSCALER)) else "float32" for name in names}
     assert OnnxRuntimeBuilder("cpu").default_precision(spec, "vae_next", machine, "cpu") == "float32"
 
 

@@ -29,14 +29,17 @@ def test_frames_equal_those_of_ncnn(case: str, tmp_path: Path) -> None:
     save_ncnn(tmp_path / "x.param", config)
     files = read_upscaler(tmp_path / "x.param")
     assert dict(files.config) == config
-    module = load_upscaler(upscaler_spec("x", "X", "unknown", files, scale))
+    spec = upscaler_spec("x", "X", "unknown", files, scale)
     frame = torch.from_numpy(picture(6, 5))[None]
     with torch.inference_mode():
-        frames = module(frame)
+        frames, rounded = load_upscaler(spec)(frame), load_upscaler(spec, dtype="bfloat16")(frame)
     expected = np.load(BY_NCNN)[f"{config['kind']} {scale}"]
     assert frames.shape == (1, 3, 6 * scale, 5 * scale)
     assert np.abs(frames[0].numpy() - expected).max() < ROUNDED
     assert expected.std() > 0.05  # a picture, not a plain color
+    assert rounded.dtype == torch.float32
+    # A compact network rounds what it adds to the frame, not the frame.
+    assert 0 < (rounded - frames).abs().mean() < (5e-4 if kind == "compact" else 2e-3)
 
 
 def test_files_of_others_are_found_and_equal(tmp_path: Path, subtests: pytest.Subtests) -> None:
