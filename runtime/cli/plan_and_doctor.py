@@ -84,9 +84,7 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     frames = f"{plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} fps)"
     if plan.interpolation > 1:
         frames = f"{frames}, interpolated to {plan.video_frames} frames at {plan.video_fps} fps"
-    return (
-        f"{spec.title}: {size}, {frames}, {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
-    )
+    return f"{spec.title}: {size}, {frames}, {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
 
 
 def _show_components(plan: ExecutionPlan) -> None:

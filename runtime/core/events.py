@@ -5,8 +5,8 @@
     Planned             then, always
     Resumed             the job continues from a checkpoint
     EngineProgress      repeatedly, while an engine is built
-    StageStarted        build, load, encode, denoise, decode, interpolate, upscale, save; "build" once per component with
-                        an engine to build, "load" once per component that is not in memory
+    StageStarted        build, load, encode, denoise, decode, interpolate, upscale, save; "build" once per component
+                        with an engine to build, "load" once per component that is not in memory
     FellBack            a component runs in PyTorch from now on instead of on its engine
     StepDone            after each denoising step
     CheckpointSaved     from now on the job can be resumed after this step

@@ -94,7 +94,7 @@ Result = TypeVar("Result", bound=Converted)
 
 
 def described(done: Converted, source: Path, key: str) -> tuple[str, dict[str, Any]]:
-    """Return title and metadata of a video: those of its source if Tandem made that, and under `key` how it was made."""
+    """Return title and metadata of a video: those of a source that Tandem made, and under `key` how it was made."""
     try:
         before = read_metadata(source)
     except OutputError:

@@ -84,5 +84,4 @@ def _frames(
         yield from interpolator.finish()
 
     for frames in finished():
-        # A copy, because frames that were read from a file cannot be written to.
-        yield torch.from_numpy(frames[:, : plan.height, : plan.width].copy())
+        yield torch.from_numpy(frames[:, : plan.height, : plan.width])

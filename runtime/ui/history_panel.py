@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS

@@ -372,7 +372,8 @@ def finishing_html(
         about["upscale"] = paragraph(missing)
     titles, rates = dict(UPSCALES), dict(INTERPOLATIONS)
     if plan is not None:
-        rates |= {value: f"{rates[value]}, {plan.fps} to {plan.fps * int(value)} fps" for value in rates if value != OFF}
+        for value in rates.keys() - {OFF}:
+            rates[value] = f"{rates[value]}, {plan.fps} to {plan.fps * int(value)} fps"
         for value in titles.keys() - {OFF}:
             size = formatting.size(plan.width * int(value), plan.height * int(value))
             titles[value] = f"{titles[value]}, {size}"

@@ -17,8 +17,8 @@ from runtime.video.reader import COLORS
 
 # Motion of blocks of 16 pixels, in both directions, with smaller blocks where they fit better (docs/interpolate.md).
 _METHOD = "mi_mode=mci:mc_mode=aobmc:me_mode=bidir:vsbmc=1"
-# Mean difference of two frames in percent of the brightest, from which they are two scenes: the default of 10 takes fast
-# motion for a cut.
+# Two frames that differ by so many percent of the brightest on average are two scenes, between which nothing moves. The
+# default of 10 takes fast motion for a cut.
 _CUT = "scd=fdiff:scd_threshold=20"
 # minterpolate leaves the part of a side beyond the last whole block without motion, and needs two blocks.
 _BLOCK, _LEAST_SIDE = 16, 32

@@ -77,8 +77,8 @@ def find_ffmpeg() -> str:
 class FrameProcess:
     """ffmpeg in a process of its own that takes frames while they arrive.
 
-    Use as a context manager, which ends ffmpeg if it still runs: `write` chunks of frames, then `close`. If this process
-    dies, ffmpeg reads the end of its input and ends too.
+    Use as a context manager, which ends ffmpeg if it still runs: `write` chunks of frames, then `close`. If this
+    process dies, ffmpeg reads the end of its input and ends too.
 
     Args:
         width, height: of the frames, in pixels.
