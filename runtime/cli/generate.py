@@ -39,6 +39,7 @@ from runtime.queue.job_planning import JobReplanner, queue_builds
 from runtime.queue.records import JobRecord
 from runtime.queue.run import ControlPoller, Outcome, Run, Work
 from runtime.queue.store import JobStore, open_store
+from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output
 
 if TYPE_CHECKING:  # it imports torch
@@ -82,7 +83,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         spec,
         PlanningContext(environment.machine, output, environment.engines.offers(spec), environment.history.read()),
     )
-    check_output(output, *plan.video_size, plan.video_frames, plan.crf)
+    _check_saving(plan, output)
     terminal.line(clip_text(spec, plan))
     terminal.line(time_text(plan))
     seconds = plan.seconds["load"].likely + plan.seconds["total"].likely
@@ -149,7 +150,18 @@ def _check_resumed(job: JobRecord, out: str | None, outputs_dir: Path) -> None:
     output = job.output if out is None else read_path("out", out, "cli.out_unreadable")
     if output.parent == outputs_dir:
         make_folder(outputs_dir)
-    check_output(output, *job.plan.video_size, job.plan.video_frames, job.plan.crf)
+    _check_saving(job.plan, output)
+
+
+def _check_saving(plan: ExecutionPlan, output: Path) -> None:
+    """Check that ffmpeg can make the video of a plan, and that it can be saved.
+
+    Raises:
+        OutputError, MachineError: if not.
+    """
+    check_output(output, *plan.video_size, plan.video_frames, plan.crf)
+    if plan.interpolation > 1:
+        check_interpolator()
 
 
 def _stored(

@@ -15,22 +15,24 @@ from runtime.core.errors import MachineError, OutputError
 from runtime.video.mp4 import FrameProcess, find_ffmpeg, last_line
 from runtime.video.reader import COLORS
 
-# Motion of blocks of 16 pixels, in both directions, with smaller blocks where they fit better (docs/interpolate.md).
-_METHOD = "mi_mode=mci:mc_mode=aobmc:me_mode=bidir:vsbmc=1"
-# Two frames that differ by so many percent of the brightest on average are two scenes, between which nothing moves. The
-# default of 10 takes fast motion for a cut.
-_CUT = "scd=fdiff:scd_threshold=20"
-# minterpolate leaves the part of a side beyond the last whole block without motion, and needs two blocks.
-_BLOCK, _LEAST_SIDE = 16, 32
+# Motion of blocks, in both directions, which overlap; see docs/interpolate.md for how it compares with other options.
+# Two frames whose brightness differs by 10 % on average, and by 10 % more than two before, are a cut.
+_METHOD = "mi_mode=mci:mc_mode=aobmc:me_mode=bidir:scd=fdiff:scd_threshold=10"
+# Sides of blocks in pixels, of small frames and of others, in which subjects are larger.
+_SMALL_BLOCK, _BLOCK = 8, 16
+_SMALL_PIXELS = 640 * 360
+# minterpolate leaves the part of a side beyond the last whole block without motion, and takes no smaller frames.
+_LEAST_SIDE = 32
 _CHANNELS = "in_color_matrix=bt709:out_color_matrix=bt709:flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _POLL_SECONDS = 0.1
 
 
-def _options(factor: int) -> list[str]:
+def _options(factor: int, block: int) -> list[str]:
     """Return ffmpeg's options that write the new frames between those of its input, which has one frame a second."""
     filters = (
         # YUV is what minterpolate takes; all of 0 to 255 in each channel loses least.
-        f"scale=in_range=pc:out_range=pc:{_CHANNELS},format=yuv444p,minterpolate=fps={factor}:{_METHOD}:{_CUT},"
+        f"scale=in_range=pc:out_range=pc:{_CHANNELS},format=yuv444p,"
+        f"minterpolate=fps={factor}:mb_size={block}:{_METHOD},"
         f"select=mod(n\\,{factor}),scale=in_range=pc:out_range=pc:{_CHANNELS}"
     )
     return ["-vf", filters, "-fps_mode", "passthrough", "-f", "rawvideo", "-pix_fmt", "rgb24", "pipe:1"]
@@ -43,7 +45,7 @@ def check_interpolator() -> None:
         MachineError: if there is no ffmpeg, or it lacks minterpolate.
     """
     command = [find_ffmpeg(), "-v", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-r", "1"]
-    command += ["-s", f"{_LEAST_SIDE}x{_LEAST_SIDE}", "-i", "pipe:0", *_options(2)]
+    command += ["-s", f"{_LEAST_SIDE}x{_LEAST_SIDE}", "-i", "pipe:0", *_options(2, _BLOCK)]
     frame = bytes(_LEAST_SIDE * _LEAST_SIDE * COLORS)
     # In its own process group, so that Ctrl-C reaches only this process.
     done = subprocess.run(command, input=3 * frame, capture_output=True, check=False, start_new_session=True)
@@ -74,7 +76,8 @@ class FrameInterpolator(FrameProcess):
     def __init__(self, width: int, height: int, factor: int, check: Callable[[], None] = never) -> None:
         self._factor, self._width, self._height = factor, width, height
         self._sides = tuple(max(-(-side // _BLOCK) * _BLOCK, _LEAST_SIDE) for side in (height, width))
-        super().__init__(self._sides[1], self._sides[0], 1, _options(factor), check)
+        block = _SMALL_BLOCK if width * height < _SMALL_PIXELS else _BLOCK
+        super().__init__(self._sides[1], self._sides[0], 1, _options(factor, block), check)
         # Frames whose followers are not computed; all but the last are on their way through ffmpeg.
         self._waiting: deque[np.ndarray] = deque()
         # The followers of one frame each, in order; `None` when ffmpeg has ended. It has no more than ffmpeg was given
