@@ -143,6 +143,7 @@ class VideoOutput:
         with context.metrics.stage("interpolate"):
             for frames in finished:
                 self._pass_on(frames)
+                context.cancel.check()
 
     def _pass_on(self, frames: np.ndarray) -> None:
         """Enlarge frames if the plan does that, in full batches, and write them."""
