@@ -18,7 +18,7 @@ from runtime.cli.plan_and_doctor import clip_text, time_text
 from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import MODEL_UNUSABLE, OutputError, StoreError
-from runtime.core.events import Cancelled, Event, Failed, FellBack, OutOfMemory, Planned, VideoSaved, Warned
+from runtime.core.events import FINISHING, Cancelled, Event, Failed, FellBack, OutOfMemory, Planned, VideoSaved, Warned
 from runtime.core.facts import Fact, Words, render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
@@ -39,6 +39,7 @@ from runtime.queue.job_planning import JobReplanner, queue_builds
 from runtime.queue.records import JobRecord
 from runtime.queue.run import ControlPoller, Outcome, Run, Work
 from runtime.queue.store import JobStore, open_store
+from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output
 
 if TYPE_CHECKING:  # it imports torch
@@ -82,7 +83,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         spec,
         PlanningContext(environment.machine, output, environment.engines.offers(spec), environment.history.read()),
     )
-    check_output(output, *plan.video_size, plan.frames, plan.crf)
+    _check_saving(plan, output)
     terminal.line(clip_text(spec, plan))
     terminal.line(time_text(plan))
     seconds = plan.seconds["load"].likely + plan.seconds["total"].likely
@@ -149,7 +150,18 @@ def _check_resumed(job: JobRecord, out: str | None, outputs_dir: Path) -> None:
     output = job.output if out is None else read_path("out", out, "cli.out_unreadable")
     if output.parent == outputs_dir:
         make_folder(outputs_dir)
-    check_output(output, *job.plan.video_size, job.plan.frames, job.plan.crf)
+    _check_saving(job.plan, output)
+
+
+def _check_saving(plan: ExecutionPlan, output: Path) -> None:
+    """Check that ffmpeg can make the video of a plan, and that it can be saved.
+
+    Raises:
+        OutputError, MachineError: if not.
+    """
+    check_output(output, *plan.video_size, plan.video_frames, plan.crf)
+    if plan.interpolation > 1:
+        check_interpolator()
 
 
 def _stored(
@@ -235,7 +247,7 @@ def _report_end(end: Outcome | None, components: Sequence[str], hint: str, *, jo
 
 def _print_saved(end: VideoSaved) -> None:
     timings = end.timings
-    names = [name for name in ("encode", "denoise", "decode", "upscale", "mux") if name in timings]
+    names = [name for name in ("encode", "denoise", "decode", *FINISHING, "mux") if name in timings]
     stages = ", ".join(f"{name} {timings[name]:.1f} s" for name in names)
     terminal.line(
         f"Saved. Seed {end.request['seed']} · {timings['total']:.1f} s ({stages}) · loading {end.load_seconds:.1f} s"

@@ -347,6 +347,24 @@ def upscale(
     return command.upscale(file, out, scale=scale, upscaler=upscaler, crf=crf, backend=backend)
 
 
+@_command(app, "interpolate")
+def interpolate(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A video: MP4, MKV, WebM, GIF or another.")],
+    factor: Annotated[int, typer.Option(metavar="2|4", help="How many times as many frames.")] = 2,
+    slow: Annotated[bool, typer.Option("--slow", help="Keep the frame rate: slow motion, without sound.")] = False,
+    out: Annotated[
+        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")
+    ] = None,
+    crf: Annotated[
+        int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
+    ] = None,
+) -> Outcome:
+    """Make a video smoother, with its sound, or slower."""
+    from runtime.cli import interpolate as command
+
+    return command.interpolate(file, out, factor=factor, slow=slow, crf=crf)
+
+
 @_command(app, "export")
 @takes_options("model", "width", "height", "frames")
 def export(

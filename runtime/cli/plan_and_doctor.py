@@ -9,6 +9,7 @@ from runtime.cli import terminal
 from runtime.core import settings
 from runtime.core.errors import MemoryShortError, ModelError
 from runtime.core.estimates import MemoryStrategy, Seconds, StrategyForecast
+from runtime.core.events import FINISHING
 from runtime.core.facts import Fact, Words, render, short
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import FIELDS, GenerationRequest
@@ -24,7 +25,7 @@ from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 
-_STAGES = ("encode", "denoise", "decode", "upscale")
+_STAGES = ("encode", "denoise", "decode", *FINISHING)
 _TENTHS_BELOW = 10
 
 
@@ -80,10 +81,10 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     if plan.upscaling is not None:
         width, height = plan.video_size
         size = f"{size}, upscaled {plan.upscale} times to {width}x{height} by {plan.upscaler}"
-    return (
-        f"{spec.title}: {size}, {plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} "
-        f"fps), {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
-    )
+    frames = f"{plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} fps)"
+    if plan.interpolation > 1:
+        frames = f"{frames}, interpolated to {plan.video_frames} frames at {plan.video_fps} fps"
+    return f"{spec.title}: {size}, {frames}, {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
 
 
 def _show_components(plan: ExecutionPlan) -> None:

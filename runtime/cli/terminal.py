@@ -22,7 +22,7 @@ from rich.text import Text
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import Event
 from runtime.core.facts import BIDI_CONTROLS
-from runtime.core.progress import Progress
+from runtime.core.progress import OF_FRAMES, Progress
 from runtime.core.units import duration
 
 # Controls of the terminal, of the direction of text, and bytes of file names that are not UTF-8.
@@ -321,7 +321,7 @@ def progress_text(progress: Progress) -> str:
         parts.append(f"step {progress.step}/{progress.steps}")
         if progress.seconds_per_step is not None:
             parts.append(f"{progress.seconds_per_step:.2f} s/step")
-    if progress.stage in {"decode", "upscale"}:
+    if progress.stage in OF_FRAMES:
         parts.append(f"{progress.frames}/{progress.frame_count or '?'} frames")
     if progress.seconds_left is not None:
         parts.append(f"{duration(progress.seconds_left)} left")

@@ -44,7 +44,7 @@ def upscale(
     info = read_info(source)
     output = read_output(out, f"{source.stem} {spec.vae.scale_factor_spatial}x", loaded.outputs_dir)
     if output == source:
-        raise InvalidRequestError("out", "upscale.same_file", file=source.name)
+        raise InvalidRequestError("out", "source.same_file", file=source.name)
     request = UpscaleRequest(source=info, spec=spec, output=output, crf=crf, backend=backend)
     machine = probe()
     plan = UpscalePlan.of(request, machine)

@@ -5,14 +5,14 @@
     Planned             then, always
     Resumed             the job continues from a checkpoint
     EngineProgress      repeatedly, while an engine is built
-    StageStarted        build, load, encode, denoise, decode, upscale, save; "build" once per component with an engine
-                        to build, "load" once per component that is not in memory
+    StageStarted        build, load, encode, denoise, decode, interpolate, upscale, save; "build" once per component
+                        with an engine to build, "load" once per component that is not in memory
     FellBack            a component runs in PyTorch from now on instead of on its engine
     StepDone            after each denoising step
     CheckpointSaved     from now on the job can be resumed after this step
     OutOfMemory         memory ran out; the job is retried with the next strategy, or fails
     FramesDecoded       after each decoded chunk
-    FramesUpscaled      after each enlarged frame, while others are decoded
+    FramesFinished      after frames that are interpolated or enlarged, while others are decoded
     SectionDone         a section of a video that is made in sections is finished, and on disk
     Warned              a fact to show with the result
     Paused              this run ends without a result; the job can be resumed
@@ -33,14 +33,17 @@ from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, Warnings, Words, render
 from runtime.core.plan import ExecutionPlan, plain_output
 
-Stage = Literal["build", "load", "encode", "denoise", "decode", "upscale", "save"]
+Stage = Literal["build", "load", "encode", "denoise", "decode", "interpolate", "upscale", "save"]
 
+# The stages after decoding.
+FINISHING: tuple[Stage, ...] = ("interpolate", "upscale")
 STAGE_TITLES: Mapping[Stage, str] = {
     "build": "Building an engine",
     "load": "Loading",
     "encode": "Reading the prompt",
     "denoise": "Denoising",
     "decode": "Decoding frames",
+    "interpolate": "Interpolating",
     "upscale": "Upscaling",
     "save": "Saving the video",
 }
@@ -190,7 +193,7 @@ class OutOfMemory(_Event):
 
 
 class FramesDecoded(_Event):
-    """`frames` of `of` frames are decoded, or upscaled from a file; `preview` is an animated WebP of those so far.
+    """`frames` of `of` frames are decoded, or made of a file; `preview` is an animated WebP of those so far.
 
     The job's folder has a clip of the first `playable` frames, unless that is 0.
     """
@@ -202,10 +205,10 @@ class FramesDecoded(_Event):
     preview: bytes | None = Field(default=None, repr=False, exclude=True)
 
 
-class FramesUpscaled(_Event):
-    """`frames` of `of` frames of the video are enlarged."""
+class FramesFinished(_Event):
+    """`frames` of `of` frames of the video are interpolated and enlarged, as far as the plan does that."""
 
-    event: Literal["FramesUpscaled"] = "FramesUpscaled"
+    event: Literal["FramesFinished"] = "FramesFinished"
     frames: int
     of: int
 
@@ -235,7 +238,7 @@ class VideoSaved(_Event):
         request: every field as resolved.
         plan: what ran where, and why, as `ExecutionPlan.to_json` returns it.
         timings: seconds of encode, denoise, decode, mux and total over all runs of the job, without loading; also
-            upscale if the frames were enlarged.
+            interpolate and upscale if frames were interpolated and enlarged.
         load_seconds: seconds spent on loading weights, in all runs.
         peak_memory_bytes: of the device on CUDA, otherwise of the process, in the last run.
         warnings: facts to show with the result; text where an earlier version or an MP4 file holds it.
@@ -258,7 +261,13 @@ class VideoSaved(_Event):
     @property
     def frames(self) -> int:
         """The number of frames in the video."""
-        return int(self.request["frames"]) if self.sections is None else self.sections[2]
+        decoded = int(self.request["frames"]) if self.sections is None else self.sections[2]
+        return decoded * int((self.plan.get("interpolation") or {}).get("factor", 1))
+
+    @property
+    def fps(self) -> int:
+        """Frames per second of the video."""
+        return int((self.plan.get("interpolation") or self.request)["fps"])
 
     @property
     def size(self) -> tuple[int, int]:
@@ -268,9 +277,14 @@ class VideoSaved(_Event):
 
     @property
     def plain(self) -> Path | None:
-        """The same video before it was upscaled; `None` if it was not, or the file is gone."""
+        """The video as it was decoded; `None` if it was not interpolated or upscaled, or the file is gone."""
         path = plain_output(self.video)
-        return path if self.plan.get("upscaling") is not None and path.is_file() else None
+        return path if self.keeps_plain and path.is_file() else None
+
+    @property
+    def keeps_plain(self) -> bool:
+        """Whether the video was interpolated or upscaled, and the decoded frames are saved too."""
+        return any(self.plan.get(name) is not None for name in ("interpolation", "upscaling"))
 
     @property
     def continues(self) -> bool:
@@ -348,7 +362,7 @@ Event = (
     | CheckpointSaved
     | OutOfMemory
     | FramesDecoded
-    | FramesUpscaled
+    | FramesFinished
     | SectionDone
     | Warned
     | Paused

@@ -250,7 +250,7 @@ class Upscaling(FrozenModel):
 
 
 def plain_output(output: Path) -> Path:
-    """Return where a video that was upscaled is kept in the size in which it was made: NAME.plain.mp4."""
+    """Return where a video is kept as it was decoded, if it was interpolated or upscaled: NAME.plain.mp4."""
     return output.with_name(f"{output.stem}.plain{output.suffix}")
 
 
@@ -265,6 +265,7 @@ class ResolvedRequest(FrozenModel):
         step_cache: the kind of step cache with its strength, or "none".
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
+        interpolate: how many times as many frames the video has as are decoded; "off" for as many.
         upscale: how many times larger the frames become; "off" for not at all.
         upscaler: the name of what enlarges them; "auto" if nothing does.
         image, last_image: what the video starts from and ends with.
@@ -286,6 +287,7 @@ class ResolvedRequest(FrozenModel):
     step_cache: str
     loras: tuple[LoraUse, ...]
     crf: int
+    interpolate: str = OFF
     upscale: str = OFF
     upscaler: str = AUTO
     image: ImageUse | None = None
@@ -328,7 +330,8 @@ class ExecutionPlan(ResolvedRequest):
             sections.
         free_bytes: free memory of the device.
         memory: the memory of each stage, in order.
-        seconds: the time forecast for "encode", "denoise" and "decode", their "total", and "load", which is extra.
+        seconds: the time forecast for "encode", "denoise" and "decode", and for "interpolate" and "upscale" if the plan
+            has them, their "total", and "load", which is extra.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
         embedded_guidance: guidance scale that is an input of the transformer; `guidance_scale` is 1 then. `None` if the
@@ -383,6 +386,26 @@ class ExecutionPlan(ResolvedRequest):
     def video_size(self) -> tuple[int, int]:
         """(width, height) of the video in `output`, in pixels."""
         return (self.width, self.height) if self.upscaling is None else (self.upscaling.width, self.upscaling.height)
+
+    @property
+    def interpolation(self) -> int:
+        """How many frames the video has for each decoded one."""
+        return 1 if self.interpolate == OFF else int(self.interpolate)
+
+    @property
+    def video_frames(self) -> int:
+        """Frames of the video in `output`."""
+        return self.frames * self.interpolation
+
+    @property
+    def video_fps(self) -> int:
+        """Frames per second of the video in `output`."""
+        return self.fps * self.interpolation
+
+    @property
+    def keeps_plain(self) -> bool:
+        """Whether the decoded frames are saved too, because the video has others."""
+        return self.interpolate != OFF or self.upscaling is not None
 
     @property
     def plain_crf(self) -> int:
@@ -502,5 +525,8 @@ class ExecutionPlan(ResolvedRequest):
             "guidance_reason": str(self.guidance_reason or ""),
             "model_version": self.model_version,
             "expert_steps": dict(self.expert_steps),
+            "interpolation": None
+            if self.interpolate == OFF
+            else {"factor": self.interpolation, "frames": self.video_frames, "fps": self.video_fps},
             "upscaling": None if self.upscaling is None else self.upscaling.model_dump(),
         }

@@ -2,8 +2,8 @@
 
 `Pace` estimates the remaining time from the plan's forecast and the measured steps. Before the first step only the
 forecast counts. Each step halves the weight of the forecast in favor of the measured median. Decoding, which comes
-last, is expected to deviate from its forecast as much as the steps do. Frames are enlarged while others are decoded,
-so both count as one part, which is done as far as frames are enlarged.
+last, is expected to deviate from its forecast as much as the steps do. Frames are interpolated and enlarged while
+others are decoded, so all count as one part, which is done as far as frames are finished.
 
 The share that is done weighs the parts of a job by their forecast seconds. Within a part whose work is not counted,
 such as loading, it moves with time, the slower the more the part exceeds its forecast.
@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from runtime.core.events import (
+    FINISHING,
     STAGE_TITLES,
     Cancelled,
     EngineProgress,
@@ -21,7 +22,7 @@ from runtime.core.events import (
     Failed,
     FellBack,
     FramesDecoded,
-    FramesUpscaled,
+    FramesFinished,
     OutOfMemory,
     Paused,
     Planned,
@@ -47,9 +48,9 @@ _PARTS = ("load", "encode", "denoise", "decode")
 _STEADY = 0.7
 _IMAGE_PARTS = ("image_encoder", "vae_encoder")
 # The stages of commands that make a video of a file, without a plan.
-_OF_FILES = ("decode", "upscale")
+_OF_FILES = ("decode", *FINISHING)
 # The last stages, in which frames are made.
-_OF_FRAMES = frozenset({"decode", "upscale"})
+OF_FRAMES = frozenset({"decode", *FINISHING})
 _COMPONENT: dict[str, str] = {"encode": "text_encoder", "decode": "vae"}
 
 
@@ -67,7 +68,7 @@ class Pace:
         expert: the running transformer.
         forecast, expected: seconds of one of its steps, from the plan and corrected by the previous transformer.
         measured: seconds of each of its steps.
-        frames: decoded, or enlarged if the plan does that.
+        frames: of the video: decoded, or finished if the plan interpolates or enlarges them.
     """
 
     plan: ExecutionPlan | None = None
@@ -153,8 +154,8 @@ class Pace:
         return (computed + (_share_of_time(now - self.last, self.step_seconds) if running else 0.0)) / total
 
     def _decoded_share(self, plan: ExecutionPlan, now: float) -> float:
-        share = self.frames / plan.frames
-        if self.stage not in _OF_FRAMES:
+        share = self.frames / plan.video_frames
+        if self.stage not in OF_FRAMES:
             return share
         # Up to the end of the section, and of a video that is made whole to its end.
         goal = 1.0 if plan.sections == 1 else min((self.step // plan.steps) / plan.sections, 1.0)
@@ -188,7 +189,7 @@ class Pace:
             counts = self.plan is None or self.plan.computed[event.step - 1]
             measured = (*self.measured, event.seconds) if counts else self.measured
             return replace(self, step=event.step, measured=measured, last=now)
-        if isinstance(event, FramesUpscaled) or (isinstance(event, FramesDecoded) and not self._enlarges):
+        if isinstance(event, FramesFinished) or (isinstance(event, FramesDecoded) and not self._finishes):
             return replace(self, frames=event.frames, last=now)
         if isinstance(event, OutOfMemory) and event.plan is not None:
             # Everything is freed; the job continues at another speed.
@@ -207,14 +208,14 @@ class Pace:
         return self
 
     @property
-    def _enlarges(self) -> bool:
-        """Whether frames are enlarged, without which a frame is not finished."""
-        return self.plan is not None and self.plan.upscaling is not None
+    def _finishes(self) -> bool:
+        """Whether decoded frames are interpolated or enlarged, without which a frame is not finished."""
+        return self.plan is not None and self.plan.keeps_plain
 
     def _entering(self, event: StageStarted, now: float) -> "Pace":
         if self.plan is None:
             return self
-        if self.stage == "decode" and event.stage == "upscale":
+        if self.stage in OF_FRAMES and event.stage in FINISHING:
             # Frames are decoded meanwhile.
             return replace(self, stage=event.stage, part=event.part)
         pace = self
@@ -279,13 +280,13 @@ class Pace:
         if plan.sections > 1:
             # Between the steps of sections: what is measured of one includes none of the others.
             elapsed = now - self.last if self.stage == "decode" else 0.0
-            return max(seconds * (1 - self.frames / plan.frames) - elapsed, 0.0)
-        if self.stage not in _OF_FRAMES:
+            return max(seconds * (1 - self.frames / plan.video_frames) - elapsed, 0.0)
+        if self.stage not in OF_FRAMES:
             return seconds
         # The first chunk is a single frame and a poor measure of the others.
         if self.frames <= 1:
             return max(seconds - (now - self.began), 0.0)
-        share = self.frames / plan.frames
+        share = self.frames / plan.video_frames
         trust = min(2 * share, 1.0)
         measured = (self.last - self.began) * (1 - share) / share
         return max(trust * measured + (1 - trust) * seconds * (1 - share) - (now - self.last), 0.0)
@@ -294,11 +295,11 @@ class Pace:
 def _weight(plan: ExecutionPlan, part: str) -> float:
     """Return the forecast seconds of a part of a job; of a plan without a forecast, its operations.
 
-    Decoding includes that frames are enlarged.
+    Decoding includes that frames are interpolated and enlarged.
     """
     if plan.seconds:
-        enlarging = plan.seconds["upscale"].likely if part == "decode" and "upscale" in plan.seconds else 0.0
-        return plan.seconds[part].likely + enlarging
+        parts = (part, *FINISHING) if part == "decode" else (part,)
+        return sum(plan.seconds[name].likely for name in parts if name in plan.seconds)
     return {"denoise": plan.total_steps * plan.step_flops, "decode": plan.decode_flops}.get(part, 0.0)
 
 
@@ -313,7 +314,7 @@ def _share_of_time(elapsed: float, forecast: float) -> float:
 
 def _frames_after(plan: ExecutionPlan | None, step: int) -> int:
     """Return about how many frames of finished sections there are after a step; none of a video that is made whole."""
-    return 0 if plan is None or plan.sections == 1 else step // plan.steps * (plan.frames // plan.sections)
+    return 0 if plan is None or plan.sections == 1 else step // plan.steps * (plan.video_frames // plan.sections)
 
 
 def _load_forecast(plan: ExecutionPlan, name: str) -> float:
@@ -337,7 +338,7 @@ class Progress:
         part: its component.
         building: the latest progress of an engine build.
         step, steps: denoising steps done, and their number.
-        frames, frame_count: frames decoded, or enlarged if that runs, and their number.
+        frames, frame_count: frames decoded, or finished while they are interpolated or enlarged, and their number.
         pace: measured and estimated times.
         now: the moment, in seconds of a monotonic clock.
         reached: the share that was done at the last event.
@@ -449,16 +450,17 @@ class Progress:
             changes = {"step": event.step, "frames": _frames_after(self.plan, event.step)}
         elif isinstance(event, StepDone):
             changes = {"step": event.step, "part": event.part, "preview": event.preview or self.preview}
-        elif isinstance(event, FramesUpscaled):
-            changes = {"frames": event.frames}
+        elif isinstance(event, FramesFinished):
+            changes = {"frames": event.frames, "frame_count": event.of}
         elif isinstance(event, FramesDecoded):
             changes = {"preview": event.preview or self.preview}
-            if self.stage != "upscale" or self.plan is None:
+            if self.stage not in FINISHING or self.plan is None:
                 changes["frames"] = event.frames
             changes["frame_count"] = self.frame_count or event.of
         elif isinstance(event, OutOfMemory):
             changes = {"plan": event.plan or self.plan, "warnings": (*self.warnings, event.fact)}
             changes["frames"] = _frames_after(self.plan, self.step)
+            changes["frame_count"] = self.frame_count if self.plan is None else self.plan.frames
         elif isinstance(event, Warned | FellBack):
             changes = {"warnings": (*self.warnings, event.fact)}
         elif isinstance(event, Paused):

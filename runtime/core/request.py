@@ -78,6 +78,7 @@ COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCache", TAYLORSEER: "TaylorSeer"}
 OFF = "off"
+INTERPOLATIONS: Final = {OFF: "Off", "2": "2 times", "4": "4 times"}
 UPSCALES: Final = {AUTO: "Automatic", OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
@@ -86,6 +87,8 @@ MAX_SIDE = 8_192
 MAX_FRAMES = 4_001
 MAX_SECONDS = 600.0
 MAX_FPS = 120
+# Of a video with new frames between those of the model, and of files.
+MAX_VIDEO_FPS = 240
 MAX_STEPS = 1_000
 MAX_GUIDANCE = 100.0
 MAX_GPUS = 16
@@ -484,13 +487,27 @@ class GenerationRequest(FrozenModel):
         ),
     ] = AUTO
 
+    interpolate: Annotated[
+        str,
+        Choice(
+            label="Interpolate",
+            help="Compute 1 or 3 new frames between each two with ffmpeg's minterpolate: smoother motion, same length. "
+            "The video without them is kept too.",
+            group="finishing",
+            flag="--interpolate",
+            metavar="2|4",
+            unset=OFF,
+            docs="interpolate.md",
+            choices=INTERPOLATIONS,
+        ),
+    ] = OFF
     upscale: Annotated[
         str,
         Choice(
             label="Upscale",
             help="Enlarge the finished frames with a neural network, to 2, 3 or 4 times the width and height. The "
             "video in its own size is kept too.",
-            group="upscaling",
+            group="finishing",
             flag="--upscale",
             metavar=f"{OFF}|2|3|4",
             unset=f"the model's: 4 for the shipped one, else {OFF}",
@@ -503,7 +520,7 @@ class GenerationRequest(FrozenModel):
         UpscalerName(
             label="Upscaler",
             help="The network that enlarges the frames. Some are made for drawn pictures, others for photographs.",
-            group="upscaling",
+            group="finishing",
             flag="--upscaler",
             metavar="NAME",
             unset="the one for animated videos",

@@ -48,7 +48,7 @@ class RequestField:
     Attributes:
         label: the control's label in the web form.
         help: what the field means, in one or two sentences.
-        group: where the web form shows it: "prompt", "video", "more", "acceleration", "loras", "image" or "upscaling".
+        group: where the web form shows it: "prompt", "video", "more", "acceleration", "loras", "image" or "finishing".
         flag: the command line's option, such as "--width"; empty for one that another option sets, or an argument.
         metavar: how the option's value is written in help texts.
         unset: the default as help texts state it.
@@ -59,7 +59,7 @@ class RequestField:
     _: KW_ONLY
     label: str
     help: str
-    group: Literal["prompt", "video", "more", "acceleration", "loras", "image", "upscaling"]
+    group: Literal["prompt", "video", "more", "acceleration", "loras", "image", "finishing"]
     flag: str = ""
     metavar: str = ""
     unset: str = "the model's"

@@ -13,10 +13,11 @@ import torch
 
 from runtime import __version__
 from runtime.core.cancel import Cancel
+from runtime.core.errors import OutputError
 from runtime.core.events import Event, FramesDecoded, Stage, StageStarted
 from runtime.core.facts import Fact
 from runtime.execution.decoded_frames import fetched
-from runtime.video.mp4 import Sound, VideoWriter
+from runtime.video.mp4 import Sound, VideoWriter, read_metadata
 
 
 class ConversionPlan(Protocol):
@@ -90,6 +91,16 @@ class Converted:
 
 
 Result = TypeVar("Result", bound=Converted)
+
+
+def described(done: Converted, source: Path, key: str) -> tuple[str, dict[str, Any]]:
+    """Return title and metadata of a video: those of a source that Tandem made, and under `key` how it was made."""
+    try:
+        before = read_metadata(source)
+    except OutputError:
+        before = {}
+    prompt = before.get("request", {}).get("prompt") if isinstance(before.get("request"), dict) else None
+    return str(prompt or source.name), {"tandem": {**before, key: done.metadata()}}
 
 
 def convert(

@@ -38,6 +38,7 @@ COMPUTE_FIELDS = (
     "fps",
     "crf",
     "gpus",
+    "interpolate",
     "upscale",
     "upscaler",
 )

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import psutil
 import torch
 
+from runtime.core.events import FINISHING
 from runtime.execution.residency import Residency
 from runtime.machine.load import LoadMeter
 
 _SAMPLE_SECONDS = 0.05
-_STAGES = ("encode", "denoise", "decode", "upscale", "mux")
+_STAGES = ("encode", "denoise", "decode", *FINISHING, "mux")
 
 
 class Metrics:
@@ -123,8 +124,8 @@ class Metrics:
     def timings(self) -> dict[str, float]:
         """Return seconds by stage so far, and their total."""
         seconds = self._so_far()
-        # Most videos are not upscaled.
-        rounded = {name: round(value, 3) for name, value in seconds.items() if value or name != "upscale"}
+        # Most videos are neither interpolated nor upscaled.
+        rounded = {name: round(value, 3) for name, value in seconds.items() if value or name not in FINISHING}
         return rounded | {"total": round(sum(seconds.values()), 3)}
 
     def peak_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Run a job from plan to MP4: build engines, encode the prompt, denoise, decode, upscale, save. Each emits events.
+"""Run a job from plan to MP4: build engines, encode, denoise, decode, interpolate, upscale, save. Each emits events.
 
 The command line, the worker processes and the tests call `run_job`.
 """
@@ -25,7 +25,9 @@ from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt
+from runtime.planner.interpolation import Interpolation
 from runtime.planner.upscaling import run_of
+from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output, sweep
 
 logger = logging.getLogger(__name__)
@@ -97,7 +99,9 @@ def run_job(
 def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
     plan, history = context.plan, options.get("history")
     job_id, on_frames = options.get("job_id"), options.get("on_frames")
-    check_output(plan.output, *plan.video_size, plan.frames, plan.crf)
+    check_output(plan.output, *plan.video_size, plan.video_frames, plan.crf)
+    if plan.interpolation > 1:
+        check_interpolator()
     sweep(plan.output.parent)
     for warning in context.plan.warnings:
         context.warn(warning)
@@ -147,8 +151,13 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
         # It has the upscaler's memory too.
         peaks.pop("decode", None)
     history.add_job(planned, context.plan, context.spec, timings, peaks, loaded=context.metrics.loaded)
+    loaded = context.metrics.loaded
+    if context.plan.interpolation > 1:
+        seconds = timings["interpolate"]
+        interpolation = Interpolation.of(context.plan)
+        history.add([interpolation.run(context.plan.frames, seconds, history.machine, loaded=loaded)])
     if context.plan.upscaling is not None:
-        seconds, loaded = timings["upscale"], context.metrics.loaded
+        seconds = timings["upscale"]
         history.add([run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
     in_pytorch = any(is_transformer(name) and not part.engines for name, part in context.plan.components.items())
     if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and in_pytorch:

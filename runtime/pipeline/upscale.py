@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import BadResultError, OutputError, ran_out
+from runtime.core.errors import BadResultError, ran_out
 from runtime.core.events import Event, Warned
 from runtime.core.facts import Fact
 from runtime.core.settings import Settings
@@ -20,11 +20,11 @@ from runtime.engines.service import EngineService
 from runtime.families.dcae import make_batched_decode_fn
 from runtime.families.esrgan.components import load_upscaler
 from runtime.machine.load import LoadMeter
-from runtime.pipeline.conversion import Converted, convert
+from runtime.pipeline.conversion import Converted, convert, described
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.upscale_plan import UpscalePlan, UpscaleRequest
 from runtime.planner.upscaling import UpscalerCalls
-from runtime.video.mp4 import Sound, read_metadata
+from runtime.video.mp4 import Sound
 from runtime.video.reader import COLORS, input_options, read_video
 
 _WHITE = 255.0
@@ -75,7 +75,7 @@ def upscale_file(
             scale = calls.architecture.output_scale
             named = {"source": source.path.name, "upscaler": request.spec.name, "scale": scale}
             done = Upscaled(**fields, **named, tile=upscaler.calls.tile, **upscaler.outcome)
-            return done, *_metadata(done, request), Sound(input_options(source.path), source.sound)
+            return done, *described(done, source.path, "upscale"), Sound(input_options(source.path), source.sound)
 
         meter = LoadMeter()
         frames = _enlarged(request, upscaler, emit)
@@ -250,13 +250,3 @@ def _places(length: int, tile: int | None) -> list[_Place]:
     tiles = [Span(0, length)] if tile is None else spans(length, tile)
     cuts = [0, *((after.start + before.end) // 2 for before, after in pairwise(tiles)), length]
     return [_Place(span.start, span.end, *part) for span, part in zip(tiles, pairwise(cuts), strict=True)]
-
-
-def _metadata(done: Upscaled, request: UpscaleRequest) -> tuple[str, dict[str, Any]]:
-    """Return title and metadata of the MP4: those of a video that Tandem made, and how it was upscaled."""
-    try:
-        before = read_metadata(request.source.path)
-    except OutputError:
-        before = {}
-    prompt = before.get("request", {}).get("prompt") if isinstance(before.get("request"), dict) else None
-    return str(prompt or done.source), {"tandem": {**before, "upscale": done.metadata()}}

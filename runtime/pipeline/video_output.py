@@ -1,9 +1,12 @@
-"""The video of a job while its frames arrive: written as they are, or enlarged, with the plain video next to it."""
+"""The video of a job while its frames arrive: written as they are, or finished, with the plain video next to it.
+
+Frames that are finished are interpolated, then enlarged, as far as the plan does that.
+"""
 
 import base64
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from types import TracebackType
@@ -16,7 +19,7 @@ import torch
 from runtime import __version__
 from runtime.core import settings
 from runtime.core.errors import OutputError, TandemError
-from runtime.core.events import Event, FellBack, FramesUpscaled, StageStarted, VideoSaved, Warned
+from runtime.core.events import Event, FellBack, FramesFinished, StageStarted, VideoSaved, Warned
 from runtime.core.images import ImageUse
 from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
 from runtime.core.request import UPSCALER
@@ -27,6 +30,7 @@ from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
 from runtime.planner.upscaling import calls_of
 from runtime.video.images import thumbnail
+from runtime.video.interpolation import FrameInterpolator
 from runtime.video.mp4 import VideoWriter
 
 
@@ -43,25 +47,33 @@ class VideoOutput:
         self._context, self._job_id, self._on_frames = context, job_id, on_frames
         self._detector = Detector()
         self._exit = ExitStack()
-        self._upscaled = 0
+        self._interpolating = False
+        self._finished = 0
+        # Frames that are too few for a call of the upscaler.
+        self._rest: list[np.ndarray] = []
 
     def __enter__(self) -> "VideoOutput":
-        """Start ffmpeg, and load the upscaler if the plan has one.
+        """Start ffmpeg, also to interpolate if the plan does that, and load the upscaler if it has one.
 
         Raises:
             OutputError, MachineError: see `VideoWriter`.
             ModelError: if the upscaler cannot be loaded.
         """
         plan = self._context.plan
-        width, height = plan.video_size
+        sides = (plan.width, plan.height)
         with ExitStack() as stack:
-            self._writer = stack.enter_context(VideoWriter(plan.output, width, height, plan.fps, plan.crf))
+            writer = VideoWriter(plan.output, *plan.video_size, plan.video_fps, plan.crf)
+            self._writer = stack.enter_context(writer)
             self._plain: VideoWriter | None = None
+            self._interpolator: FrameInterpolator | None = None
             self._upscaler: FrameUpscaler | None = None
-            if plan.upscaling is not None:
-                sides = (plan.width, plan.height)
+            if plan.keeps_plain:
                 plain = VideoWriter(plain_output(plan.output), *sides, plan.fps, plan.plain_crf)
                 self._plain = stack.enter_context(plain)
+            if plan.interpolation > 1:
+                interpolator = FrameInterpolator(*sides, plan.interpolation, self._context.cancel.check)
+                self._interpolator = stack.enter_context(interpolator)
+            if plan.upscaling is not None:
                 self._upscaler = stack.enter_context(self._load_upscaler())
             self._exit = stack.pop_all()
         return self
@@ -104,39 +116,67 @@ class VideoOutput:
 
         Raises:
             OutputError: if ffmpeg failed on earlier frames.
-            CancelledError: within one call of the upscaler of the request.
+            CancelledError: within one frame, and one call of the upscaler, of the request.
         """
         self._detector.inspect(frames)
         if self._on_frames is not None:
             self._on_frames(frames)
-        if self._plain is None or self._upscaler is None:
+        if self._plain is None:
             self._writer.write(frames)
             return
         self._plain.write(frames)
-        device = self._context.plan.components[UPSCALER].device
+        device = self._context.plan.components["vae"].device
         if device != "cpu":
-            # What the VAE still computes is not the upscaler's time.
+            # What the VAE still computes is not the time of what follows.
             torch.cuda.synchronize(device)
-        before = self._context.current
-        self._context.current = ("upscale", UPSCALER)
-        with self._context.metrics.stage("upscale"):
-            self._upscale(frames, self._upscaler)
-        self._context.current = before
+        if self._interpolator is None:
+            self._pass_on(frames)
+        else:
+            self._interpolate(self._interpolator.add(frames))
 
-    def _upscale(self, frames: np.ndarray, upscaler: FrameUpscaler) -> None:
+    def _interpolate(self, finished: Iterator[np.ndarray]) -> None:
+        """Pass on frames of the interpolator."""
         context = self._context
-        if not self._upscaled:
+        if not self._interpolating:
+            self._interpolating = True
+            context.emit(StageStarted(stage="interpolate"))
+        with context.metrics.stage("interpolate"):
+            for frames in finished:
+                self._pass_on(frames)
+                context.cancel.check()
+
+    def _pass_on(self, frames: np.ndarray) -> None:
+        """Enlarge frames if the plan does that, in full batches, and write them."""
+        if self._upscaler is None:
+            self._save(frames)
+            return
+        self._rest.append(frames)
+        if sum(map(len, self._rest)) >= self._upscaler.frames_per_call:
+            self._upscale_rest(self._upscaler)
+
+    def _upscale_rest(self, upscaler: FrameUpscaler) -> None:
+        context = self._context
+        before = context.current
+        context.current = ("upscale", UPSCALER)
+        if not self._finished:
             context.begin_stage("upscale", UPSCALER)
-        start = 0
-        while start < len(frames):
-            # A copy, because frames that were read from a file cannot be written to.
-            part = torch.from_numpy(frames[start : start + upscaler.frames_per_call].copy())
-            start += len(part)
-            # Large frames one by one: the writer's queue has a few chunks.
-            for larger in fetched(upscaler(part).split(1), context.cancel.check):
-                self._writer.write(larger.numpy())
-                self._upscaled += 1
-                context.emit(FramesUpscaled(frames=self._upscaled, of=context.plan.frames))
+        # A copy, because frames that were read from a file cannot be written to.
+        frames = np.concatenate(self._rest)
+        self._rest.clear()
+        with context.metrics.stage("upscale"):
+            start = 0
+            while start < len(frames):
+                part = torch.from_numpy(frames[start : start + upscaler.frames_per_call])
+                start += len(part)
+                # Large frames one by one: the writer's queue has a few chunks.
+                for larger in fetched(upscaler(part).split(1), context.cancel.check):
+                    self._save(larger.numpy())
+        context.current = before
+
+    def _save(self, frames: np.ndarray) -> None:
+        self._writer.write(frames)
+        self._finished += len(frames)
+        self._context.emit(FramesFinished(frames=self._finished, of=self._context.plan.video_frames))
 
     def finish(self) -> VideoSaved:
         """Complete the MP4, and return the job's result.
@@ -148,6 +188,10 @@ class VideoOutput:
         context, detector = self._context, self._detector
         if detector.fault is not None:
             raise blank_video_error(detector.fault, context.plan)
+        if self._interpolator is not None:
+            self._interpolate(self._interpolator.finish())
+        if self._upscaler is not None and self._rest:
+            self._upscale_rest(self._upscaler)
         writers = [self._writer] if self._plain is None else [self._plain, self._writer]
         with context.metrics.stage("mux"):
             context.emit(StageStarted(stage="save"))

@@ -25,6 +25,7 @@ from runtime.planner.choice.idle_builds import plan_without_waiting
 from runtime.planner.choice.plan_choice import PlanForecast, choose_engines
 from runtime.planner.forecast import ForecastInputs, component_seconds, level
 from runtime.planner.history import History, calls_of
+from runtime.planner.interpolation import with_interpolation
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
 from runtime.planner.strategies import decide
@@ -74,8 +75,9 @@ def resolve(
     assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
     if "gpus" in spec.unsupported:
         context = context._replace(others=())
-    plan = _on_most_gpus(request, spec, context)
-    return with_upscaler(plan, spec, seen_from(context.machine, context.gpu), context.offers, context.history)
+    machine = seen_from(context.machine, context.gpu)
+    plan = with_interpolation(_on_most_gpus(request, spec, context), machine, context.history)
+    return with_upscaler(plan, spec, machine, context.offers, context.history)
 
 
 def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:

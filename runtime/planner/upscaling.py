@@ -184,7 +184,7 @@ def calls_of(plan: ExecutionPlan, spec: ModelSpec) -> UpscalerCalls:
 def run_of(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float, *, loaded: bool) -> Run:
     """Return the run that records how long the upscaler of a finished job took; see `UpscalerCalls.run`."""
     calls, part = calls_of(plan, spec), plan.components[UPSCALER]
-    return calls.run(calls.kind(machine, part.backend, _speed_of(part)), seconds, plan.frames, loaded=loaded)
+    return calls.run(calls.kind(machine, part.backend, _speed_of(part)), seconds, plan.video_frames, loaded=loaded)
 
 
 def _speed_of(part: ComponentPlan | Choice) -> str:
@@ -220,9 +220,9 @@ def with_upscaler(
     if problem is None:
         in_pytorch = Fact("planner.upscaled_on_gpu", {"gpu": machine.gpu_of(device).name, "dtype": calls.dtype})
     choice = choose(requested, request.build, offered, in_pytorch)
-    compared = _compared(calls, plan.frames, offered)
+    compared = _compared(calls, plan.video_frames, offered)
     kind = calls.kind(machine, choice.backend, _speed_of(choice))
-    seconds = calls.seconds(plan.frames, kind, machine, history)
+    seconds = calls.seconds(plan.video_frames, kind, machine, history)
     if not seconds.known:
         seconds = next((entry.seconds for entry in compared if entry.backend == choice.backend), seconds)
     weights = upscaler.total_parameters * DTYPE_BYTES[calls.dtype]

@@ -11,7 +11,7 @@ from runtime.core.events import (
     Event,
     Failed,
     FramesDecoded,
-    FramesUpscaled,
+    FramesFinished,
     Planned,
     StepDone,
     TerminalEvent,
@@ -65,7 +65,7 @@ class EventLog:
             False, and nothing is stored, if the job is not running, or was started again since the lease.
         """
         # Steps are frequent and cheap to lose, so they are not synced: only a power failure could lose one.
-        frequent = isinstance(event, StepDone | FramesDecoded | FramesUpscaled)
+        frequent = isinstance(event, StepDone | FramesDecoded | FramesFinished)
         with self.database.writing(durable=not frequent) as connection:
             if not is_leased(connection, job_id, lease):
                 return False

@@ -115,7 +115,7 @@ def _image_bytes(store: JobStore, jobs: Iterable[JobRecord]) -> int:
 
 
 def video_bytes(job: JobRecord) -> int:
-    """Return the size of a job's video, and of the same before it was upscaled; 0 if there is none."""
+    """Return the size of a job's video, and of the same before it was interpolated or upscaled; 0 if there is none."""
     return _size(job.output) + _size(plain_output(job.output)) if job.state == "done" else 0
 
 

@@ -244,8 +244,8 @@ class VideoApi:
         variant: Annotated[
             Literal["video", "plain", "thumbnail", "clip"],
             Query(
-                description="The MP4, the MP4 before it was upscaled, a still image (WebP), or the finished part of a "
-                "running video (MP4)."
+                description="The MP4, the MP4 before it was interpolated or upscaled, a still image (WebP), or the "
+                "finished part of a running video (MP4)."
             ),
         ] = "video",
         count: Annotated[int, Query(ge=0, description="With clip: the number in the path of an event.")] = 0,
@@ -260,7 +260,7 @@ class VideoApi:
         if variant == "thumbnail":
             return self._thumbnail(record)
         video = saved.video
-        if variant == "plain" and saved.plan.get("upscaling") is not None:
+        if variant == "plain" and saved.keeps_plain:
             video = plain_output(video)
         path = find_output(str(video), self._settings.outputs_dir)
         if path is None:
@@ -491,6 +491,9 @@ def check_plan(plan: ExecutionPlan, limits: KeyLimits) -> None:
     for name, value, most in (("frames", plan.frames, limits.frames), ("steps", plan.steps, limits.steps)):
         if most is not None and value > most:
             raise InvalidRequestError(name, "server.api_maximum", value=value, maximum=most)
+    if limits.frames is not None and plan.video_frames > limits.frames:
+        data = {"value": plan.video_frames, "maximum": limits.frames}
+        raise InvalidRequestError("interpolate", "server.api_maximum_interpolated", **data)
     width, height = plan.video_size
     if limits.pixels is not None and width * height > limits.pixels:
         field = "size" if plan.upscaling is None else "upscale"

@@ -44,7 +44,7 @@ class VideoProgress(Video):
 
     stage: str = Field(description="The current stage, to show to people.")
     step: int = Field(description="Denoising steps done.")
-    frame: int = Field(description="Frames decoded, or upscaled while the stage does that.")
+    frame: int = Field(description="Frames decoded, or of the video while it is interpolated or upscaled.")
     clip: str | None = Field(
         default=None,
         description="Path of an MP4 of the finished part: the start of the video or, with some models, its end. "

@@ -114,7 +114,7 @@ def video_of(
         percent = min(round(100 * job.share), _MOST_RUNNING)
     values: dict[str, Any] = {}
     if plan is not None:
-        values = {"seed": plan.seed, "frames": plan.frames, "fps": plan.fps, "steps": plan.steps}
+        values = {"seed": plan.seed, "frames": plan.video_frames, "fps": plan.video_fps, "steps": plan.steps}
     saved = record.saved if record.state == "done" else None
     if saved is not None:  # a video that ended early is shorter
         values["frames"] = saved.frames
@@ -127,7 +127,7 @@ def video_of(
         completed_at=int(record.ended) if record.state == "done" and record.ended is not None else None,
         expires_at=None if expires is None else int(expires),
         size="" if plan is None else "{}x{}".format(*plan.video_size),
-        seconds="" if plan is None else f"{round(values['frames'] / plan.fps, 3):g}",
+        seconds="" if plan is None else f"{round(values['frames'] / plan.video_fps, 3):g}",
         prompt=record.prompt,
         error=_error(record, redact),
         paused=record.state == "queued" and record.held,

@@ -126,7 +126,7 @@ def filled_in(request: GenerationRequest, spec: ModelSpec, limits: Limits) -> Ge
     reset = {
         name: info.get_default(call_default_factory=True)
         for name, info in GenerationRequest.model_fields.items()
-        if FIELDS[name].group in {"acceleration", "loras", "upscaling"}
+        if FIELDS[name].group in {"acceleration", "loras", "finishing"}
     }
     return request.replace(**{**filled, **reset, "build": "never"})
 

@@ -192,15 +192,15 @@ def acceleration_section(backends: Mapping[str, str]) -> Form:
     return Form(controls, {})
 
 
-def upscaling_section() -> Form:
-    """Create what enlarges the finished frames; the panel of the plan draws the choices."""
-    gr.HTML(render("section.html", title="Upscaling"), apply_default_css=False)
-    names = [name for name, declared in FIELDS.items() if declared.group == "upscaling"]
+def finishing_section() -> Form:
+    """Create what interpolates and enlarges the decoded frames; the panel of the plan draws the choices."""
+    gr.HTML(render("section.html", title="Frame rate and size"), apply_default_css=False)
+    names = [name for name, declared in FIELDS.items() if declared.group == "finishing"]
     controls: dict[str, Any] = {
         name: gr.Textbox(fields.unchanged(name), visible="hidden", label=FIELDS[name].label, elem_id=f"stored-{name}")
         for name in names
     }
-    gr.HTML(render("plan_part.html", part="upscaling"), elem_id="plan-upscaling", apply_default_css=False)
+    gr.HTML(render("plan_part.html", part="finishing"), elem_id="plan-finishing", apply_default_css=False)
     return Form(controls, {})
 
 

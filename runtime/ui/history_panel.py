@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, FIELDS
@@ -86,7 +87,7 @@ class Card:
         problem: why there is no video, or where it is.
         stack: the videos of its group that match the view, in the order in which they were queued, if there are
             several. The card of a closed stack shows the newest one that can be played.
-        upscaled: the size of a video that was upscaled; empty for others.
+        finished: the size of a video that was upscaled, and the rate of one that was interpolated; empty for others.
         place: in an open stack, from 1; 0 for the card of a closed stack or of a video without a group.
     """
 
@@ -98,7 +99,7 @@ class Card:
     height: int
     size: int
     problem: str
-    upscaled: str = ""
+    finished: str = ""
     stack: Sequence[JobRecord] = ()
     place: int = 0
 
@@ -278,7 +279,6 @@ class HistoryPanel(JobsPanel):
     def _card(self, job: JobRecord) -> Card:
         plays, size = self._plays(job), storage.video_bytes(job)
         video = job_view.file_url(job.output, job.saved) if plays else ""
-        upscaled = job.saved is not None and job.saved.plan.get("upscaling") is not None
         return Card(
             job,
             self._picture(job),
@@ -287,7 +287,7 @@ class HistoryPanel(JobsPanel):
             *proportions(job),
             size,
             self._problem(job, plays, size),
-            upscaled=formatting.size(*job.saved.size) if upscaled and job.saved is not None else "",
+            finished="" if job.saved is None else _finished(job.saved),
         )
 
     def _problem(self, job: JobRecord, plays: bool, size: int) -> str:
@@ -359,6 +359,13 @@ class HistoryPanel(JobsPanel):
         return Clip(job.id, video, saved.request, live.model_title, seconds, places)
 
 
+def _finished(saved: VideoSaved) -> str:
+    """Return what upscaling and interpolation made of a video's size and rate; empty without them."""
+    size = formatting.size(*saved.size) if saved.plan.get("upscaling") is not None else ""
+    rate = f"{saved.fps} fps" if saved.plan.get("interpolation") is not None else ""
+    return " · ".join(filter(None, (size, rate)))
+
+
 def read_view(view: Mapping[str, Any]) -> View:
     """Read what the panel shows; ids that cannot be are ignored.
 
@@ -394,7 +401,7 @@ def comparison_html(first: Clip, second: Clip) -> str:
 
 def same_picture(first: Clip, second: Clip) -> bool:
     """Return whether two requests differ only in how the video is computed, which should not change its frames."""
-    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS) | {"upscale", "upscaler"}
+    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS) | {"interpolate", "upscale", "upscaler"}
     return all(_value(first, name) == _value(second, name) for name in names)
 
 

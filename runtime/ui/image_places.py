@@ -143,7 +143,7 @@ class ImageAnswers:
             video = find_output(str(saved.video), self._settings.outputs_dir)
         if video is None or not isinstance(saved, VideoSaved):
             raise InvalidRequestError("image", "ui.video_missing")
-        last, fps = saved.frames - 1, saved.request["fps"]
+        last, fps = saved.frames - 1, saved.fps
         # A player that is paused can be at the very end of the frame before.
         frame = last if seconds is None else min(max(int(seconds * fps + 0.01), 0), last)
         data = read_frame(video, frame)

@@ -26,7 +26,7 @@ from runtime.core.events import (
 )
 from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
-from runtime.core.progress import Progress
+from runtime.core.progress import OF_FRAMES, Progress
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
@@ -393,7 +393,7 @@ def running_line(progress: Progress) -> Line:
         detail = f"step {progress.section_step} of {steps}"
     elif progress.building is not None:
         detail = page_text(progress.building.progress).what
-    elif progress.stage in {"decode", "upscale"}:
+    elif progress.stage in OF_FRAMES:
         detail = f"{progress.frames} of {progress.frame_count} frames"
     time_left = formatting.time_left(progress.seconds_left)
     if progress.section and progress.plan is not None:
@@ -414,6 +414,7 @@ _STAGES = {
     "encode": "reading the prompt",
     "denoise": "denoising",
     "decode": "decoding",
+    "interpolate": "interpolating",
     "upscale": "upscaling",
     "mux": "saving",
 }
@@ -480,7 +481,7 @@ def _summary(saved: VideoSaved) -> str:
         (
             f"Seed {request['seed']}",
             formatting.size(*saved.size),
-            f"{saved.frames / request['fps']:.1f} s",
+            f"{saved.frames / saved.fps:.1f} s",
             counted(request["steps"], "step"),
             f"made in {formatting.duration(saved.timings['total'])}",
             ", ".join(BACKEND_TITLES.get(name, name) for name in places),
@@ -508,9 +509,9 @@ def result_rows(saved: VideoSaved, plan: ExecutionPlan, model: str) -> list[tupl
     request = saved.request
     rows = [
         ("Seed", str(request["seed"])),
-        ("Video", f"{formatting.size(*saved.size)}, {formatting.length(saved.frames, request['fps'])}"),
+        ("Video", f"{formatting.size(*saved.size)}, {formatting.length(saved.frames, saved.fps)}"),
         ("Model", f"{model}, {request['steps']} steps, {_guidance(request)}"),
-        *_upscaled(saved),
+        *_finished(saved),
         *_extras(request),
         ("Time", _time(saved)),
         ("Memory", f"{memory_size(saved.peak_memory_bytes)} at most"),
@@ -523,13 +524,16 @@ def _guidance(request: Mapping[str, Any]) -> str:
     return f"guidance {request['guidance_scale']:g}" + ("" if second is None else f" and {second:g}")
 
 
-def _upscaled(saved: VideoSaved) -> list[tuple[str, str]]:
-    """Return how the frames were enlarged, if they were."""
-    request = saved.request
-    if saved.plan.get("upscaling") is None:
-        return []
-    made = formatting.size(request["width"], request["height"])
-    return [("Upscaled", f"{request['upscale']} times from {made} by {request['upscaler']}")]
+def _finished(saved: VideoSaved) -> list[tuple[str, str]]:
+    """Return how the frames were interpolated and enlarged, if they were."""
+    request, rows = saved.request, []
+    if saved.plan.get("interpolation") is not None:
+        times = f"{request['interpolate']} times from {request['fps']} fps"
+        rows.append(("Interpolated", f"{times} by ffmpeg's minterpolate"))
+    if saved.plan.get("upscaling") is not None:
+        made = formatting.size(request["width"], request["height"])
+        rows.append(("Upscaled", f"{request['upscale']} times from {made} by {request['upscaler']}"))
+    return rows
 
 
 def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:

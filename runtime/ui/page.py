@@ -129,8 +129,8 @@ def _blocks(
     """
 
     def advanced(values: Mapping[str, Mapping[str, Any]]) -> form.Form:
-        sampling, upscaling = form.sampling_section(values), form.upscaling_section()
-        return form.joined([sampling, upscaling, form.acceleration_section(settings.backends), form.loras_section()])
+        sampling, finishing = form.sampling_section(values), form.finishing_section()
+        return form.joined([sampling, finishing, form.acceleration_section(settings.backends), form.loras_section()])
 
     with gr.Blocks(title="Tandem", analytics_enabled=False, fill_width=True, delete_cache=_TIDY_SECONDS) as page:
         # First, so that the name is its own: gradio numbers later ones.

@@ -14,7 +14,7 @@ from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.facts import Fact, capitalized, short
 from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
-from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, OFF, UPSCALES, GenerationRequest
+from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, INTERPOLATIONS, OFF, UPSCALES, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
 from runtime.core.units import about, counted, latency, memory_size, significant
@@ -26,6 +26,7 @@ from runtime.models.single_file import UPSCALERS
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.constraints import choice_conflict
+from runtime.planner.interpolation import check_rate
 from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.planner.presets import BEST, Preset, presets
 from runtime.queue.store import JobStore
@@ -353,10 +354,10 @@ def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
     return f"{state}: {latency(on.likely)}{times}"
 
 
-def upscaling_html(
+def finishing_html(
     values: Mapping[str, Any], spec: ModelSpec, upscalers: Sequence[str], weights_dir: Path, plan: ExecutionPlan | None
 ) -> str:
-    """Return the choices of upscaling; disabled with the reason if no upscaler is installed.
+    """Return the choices of interpolation and upscaling; disabled are those that are not possible, with the reason.
 
     Args:
         values: of the form's controls, by name.
@@ -366,11 +367,14 @@ def upscaling_html(
     """
     missing = Fact("upscaler.none", {"package": PACKAGE, "folder": weights_dir / UPSCALERS})
     problem = "" if upscalers else short(missing, WORDS)
-    about = {name: FIELDS[name].help for name in ("upscale", "upscaler")}
+    about = {name: declared.help for name, declared in FIELDS.items() if declared.group == "finishing"}
     if not upscalers:
         about["upscale"] = paragraph(missing)
+    rates = dict(INTERPOLATIONS)
     titles = dict(UPSCALES) | {AUTO: f"The model's: {UPSCALES[spec.defaults.upscale].lower()}"}
     if plan is not None:
+        for value in rates.keys() - {OFF}:
+            rates[value] = f"{rates[value]}, {plan.fps} to {plan.fps * int(value)} fps"
         for value in titles.keys() - {AUTO, OFF}:
             size = formatting.size(plan.width * int(value), plan.height * int(value))
             titles[value] = f"{titles[value]}, {size}"
@@ -379,9 +383,23 @@ def upscaling_html(
     chosen = values.get("upscaler")
     if isinstance(chosen, str):
         names.setdefault(chosen, chosen)
-    listed = {"upscale": factors, "upscaler": [Option(name, title, "") for name, title in names.items()]}
+    listed = {
+        "interpolate": [Option(value, title, _too_fast(value, plan)) for value, title in rates.items()],
+        "upscale": factors,
+        "upscaler": [Option(name, title, "") for name, title in names.items()],
+    }
     rows = [(name, FIELDS[name].label, about[name], options, values.get(name)) for name, options in listed.items()]
     return render("plan_options.html", rows=rows)
+
+
+def _too_fast(value: str, plan: ExecutionPlan | None) -> str:
+    """Return why a video cannot be interpolated so often; empty if it can."""
+    try:
+        if plan is not None and value != OFF:
+            check_rate(plan.fps, int(value), "interpolate", ["interpolate", OFF])
+    except InvalidRequestError as error:
+        return short(error.fact, WORDS)
+    return ""
 
 
 def options_html(values: Mapping[str, Any], machine: Machine, spec: ModelSpec) -> str:
@@ -636,16 +654,16 @@ class PreviewPanel:
             parts |= {
                 "components": lambda: components_html(spec, summary, state["preview"], machine),
                 "options": lambda: options_html(values, machine, spec),
-                "upscaling": lambda: self._upscaling(values, spec, state["preview"]),
+                "finishing": lambda: self._finishing(values, spec, state["preview"]),
                 "presets": lambda: self._presets(spec, state["request"], machine),
                 "cost": lambda: self._cost(spec),
                 "picture": lambda: render("plan_picture.html", picture=example_of(self._store, spec), spec=spec),
             }
         return drawn(parts)
 
-    def _upscaling(self, values: Mapping[str, Any], spec: ModelSpec, preview: Preview | None) -> str:
+    def _finishing(self, values: Mapping[str, Any], spec: ModelSpec, preview: Preview | None) -> str:
         plan = None if preview is None else preview.plan
-        return upscaling_html(values, spec, list(upscaler_paths(self._weights_dir)), self._weights_dir, plan)
+        return finishing_html(values, spec, list(upscaler_paths(self._weights_dir)), self._weights_dir, plan)
 
     def _cost(self, spec: ModelSpec) -> str:
         return cost_html(self._preview.preview(GenerationRequest(prompt="none", model=spec.name), spec))

@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -24,7 +24,9 @@ from typing import Any
 
 import imageio_ffmpeg
 import numpy as np
+from typing_extensions import Self
 
+from runtime.core.cancel import never
 from runtime.core.errors import MachineError, OutputError
 from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
@@ -72,17 +74,17 @@ def find_ffmpeg() -> str:
     return program
 
 
-class FrameEncoder:
-    """ffmpeg in a process of its own that encodes frames while they arrive.
+class FrameProcess:
+    """ffmpeg in a process of its own that takes frames while they arrive.
 
-    Use as a context manager, which ends ffmpeg if it still runs: `write` chunks of frames, then `close`.
+    Use as a context manager, which ends ffmpeg if it still runs: `write` chunks of frames, then `close`. If this
+    process dies, ffmpeg reads the end of its input and ends too.
 
     Args:
-        file: the file that ffmpeg writes.
         width, height: of the frames, in pixels.
         fps: frames per second, a fraction such as 30000/1001 if it is not whole.
-        options: ffmpeg's, of encoder and format.
-        target: the file that errors name.
+        options: ffmpeg's, of what it makes of the frames.
+        check: called while it waits for ffmpeg to take frames; may raise.
 
     Attributes:
         program: the path of ffmpeg.
@@ -91,26 +93,33 @@ class FrameEncoder:
         MachineError: if there is no ffmpeg.
     """
 
+    # What ffmpeg writes to its standard output is for a subclass.
+    _stdout = subprocess.DEVNULL
+
     def __init__(
-        self, file: Path, width: int, height: int, fps: int | Fraction, options: Sequence[str], target: Path
+        self,
+        width: int,
+        height: int,
+        fps: int | Fraction,
+        options: Sequence[str],
+        check: Callable[[], None] = never,
     ) -> None:
         self.program = find_ffmpeg()
         self._command = [self.program, "-v", "error", "-y", "-f", "rawvideo", "-pix_fmt", "rgb24"]
-        self._command += ["-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0"]
-        self._command += ["-vf", TO_BT709, *options, str(file)]
-        self._target = target
+        self._command += ["-s", f"{width}x{height}", "-r", str(fps), "-i", "pipe:0", *options]
+        self._check = check
         self._queue: queue.Queue[bytes | None] = queue.Queue(_QUEUED_CHUNKS)
         self._error: OutputError | None = None
         # In memory, because the disk may be full.
         self._log: deque[str] = deque(maxlen=_LOG_LINES)
 
-    def __enter__(self) -> "FrameEncoder":
+    def __enter__(self) -> Self:
         """Start ffmpeg."""
         # In its own process group, so that Ctrl-C reaches only this process.
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=self._stdout,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
@@ -155,6 +164,7 @@ class FrameEncoder:
         while True:
             if self._error is not None:
                 raise self._error
+            self._check()
             with contextlib.suppress(queue.Full):
                 self._queue.put(item, timeout=0.1)
                 return
@@ -178,7 +188,30 @@ class FrameEncoder:
 
     def _failure(self) -> OutputError:
         self._log_reader.join()
-        return ffmpeg_error("\n".join(self._log), self._target)
+        return self._error_of("\n".join(self._log))
+
+    def _error_of(self, log: str) -> OutputError:
+        """Return the error of an ffmpeg that failed, by what it printed."""
+        raise NotImplementedError
+
+
+class FrameEncoder(FrameProcess):
+    """Encodes frames while they arrive; see `FrameProcess`.
+
+    Args:
+        file: the file that ffmpeg writes.
+        options: ffmpeg's, of encoder and format.
+        target: the file that errors name.
+    """
+
+    def __init__(
+        self, file: Path, width: int, height: int, fps: int | Fraction, options: Sequence[str], target: Path
+    ) -> None:
+        super().__init__(width, height, fps, ["-vf", TO_BT709, *options, str(file)])
+        self._target = target
+
+    def _error_of(self, log: str) -> OutputError:
+        return ffmpeg_error(log, self._target)
 
 
 @dataclass(frozen=True)
@@ -188,10 +221,12 @@ class Sound:
     Attributes:
         inputs: ffmpeg's options that open the file.
         codecs: of each stream of sound, by ffmpeg's names.
+        chapters: whether its chapters are kept: not if the video has another length.
     """
 
     inputs: Sequence[str]
     codecs: Sequence[str]
+    chapters: bool = True
 
     def outputs(self, number: int) -> list[str]:
         """Return ffmpeg's options that add sound, tags and chapters of an input to an MP4; tags of others come first.
@@ -199,7 +234,7 @@ class Sound:
         Args:
             number: of the input.
         """
-        options = ["-map_metadata", str(number), "-map_chapters", str(number)]
+        options = ["-map_metadata", str(number), "-map_chapters", str(number) if self.chapters else "-1"]
         for index, codec in enumerate(self.codecs):
             options += ["-map", f"{number}:a:{index}"]
             options += [] if codec in _SOUND_IN_MP4 else [f"-c:a:{index}", "aac", f"-b:a:{index}", "192k"]
@@ -374,7 +409,7 @@ def check_output(path: Path, width: int, height: int, frames: int, crf: int) -> 
     done = subprocess.run(command, input=bytes(16 * 16 * 3), capture_output=True, check=False, start_new_session=True)
     if done.returncode != 0:
         raise MachineError(
-            "video.no_encoder", program=command[0], line=_last_line(done.stderr.decode("utf-8", "replace"))
+            "video.no_encoder", program=command[0], line=last_line(done.stderr.decode("utf-8", "replace"))
         )
     needs = _SMALLEST_BYTES + round(2 * width * height * frames * (_LOSSLESS_RATE if crf == 0 else _LEAST_RATE))
     free = shutil.disk_usage(path.parent).free
@@ -423,10 +458,10 @@ def ffmpeg_error(log: str, file: object) -> OutputError:
     """Return the error of an ffmpeg that could not write a file, by what it printed."""
     if "No space left on device" in log:
         return OutputError("video.disk_full", file=file)
-    return OutputError("video.ffmpeg_failed", file=file, line=_last_line(log))
+    return OutputError("video.ffmpeg_failed", file=file, line=last_line(log))
 
 
-def _last_line(log: str) -> str:
+def last_line(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else "no message"
 

@@ -182,7 +182,7 @@ def test_bad_videos_and_arguments_are_refused(
         ([str(source), "--upscaler", "no-such"], "upscaler.unknown", {"name": "'no-such'"}),
         ([str(source), "--upscaler", str(source)], "model.file_no_format", {"file": "x.mp4"}),
         ([str(source), "--out", "video.avi"], "video.not_mp4", {}),
-        ([str(source), "--out", str(source)], "upscale.same_file", {"file": "x.mp4"}),
+        ([str(source), "--out", str(source)], "source.same_file", {"file": "x.mp4"}),
         ([str(large)], "upscale.too_large", {"width": 2060, "most": 8192}),
     ]
     save_safetensors(cache_dir / "weights" / "upscalers" / "other.safetensors", COMPACT_CONFIG)

@@ -114,6 +114,10 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_maximum": Message(
         "{field} is {value}; this key allows at most {maximum}.", "Choose at most {maximum}."
     ),
+    "server.api_maximum_interpolated": Message(
+        "The interpolated video has {value} frames; this key allows at most {maximum}.",
+        "Interpolate by less, or choose fewer frames.",
+    ),
     "server.api_maximum_size": Message(
         "The size is {width}×{height}; this key allows at most {maximum}.", "Choose a smaller size."
     ),

@@ -68,8 +68,22 @@ MESSAGES: Mapping[str, Message] = {
         "The frames of {file} are too small: both sides need at least {least} pixels.", "Give a larger video."
     ),
     "source.damaged": Message("A part of {file} is damaged ({line}): what can be decoded of it is kept."),
+    "source.same_file": Message("{file} would be replaced by the result.", "Give the result another name."),
+    "interpolate.failed": Message(
+        "ffmpeg could not interpolate the frames: {line}.",
+        "Try again. If it fails again, set IMAGEIO_FFMPEG_EXE to the path of another ffmpeg.",
+    ),
+    "interpolate.no_filter": Message(
+        "{program} cannot interpolate frames: {line}.",
+        "Install an ffmpeg with minterpolate and set IMAGEIO_FFMPEG_EXE to its path, or unset IMAGEIO_FFMPEG_EXE.",
+    ),
+    "interpolate.silent": Message("The sound of {file} is left out: it does not fit a slower video."),
+    "interpolate.too_fast": Message(
+        "{factor} times {fps:.4g} frames per second are more than {most}.",
+        "Use {nearest:setting}.",
+        "at most {most} fps",
+    ),
     "upscale.tiles": Message("Frames are upscaled in tiles of {side} pixels, because memory is short."),
-    "upscale.same_file": Message("{file} would be replaced by the result.", "Give the result another name."),
     "upscale.too_large": Message(
         "{width} × {height} pixels, {scale} times larger, are more than {most:,} pixels a side.",
         "Enlarge by less, or make the video smaller first.",

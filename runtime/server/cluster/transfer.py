@@ -18,7 +18,7 @@ from runtime.pipeline.files import CLIP, LATEST, SECTIONS
 
 PART_BYTES = 4 << 20
 VIDEO = "video.mp4"
-# The same before it was upscaled.
+# The same before it was interpolated or upscaled.
 PLAIN = plain_output(Path(VIDEO)).name
 VIDEOS = frozenset({VIDEO, PLAIN})
 _PARTIAL = ".part"

@@ -1,4 +1,4 @@
-"""Jobs that upscale their frames: both videos, events, metadata, less memory, a cancellation and a death."""
+"""Jobs that interpolate and upscale frames: both videos, events, metadata, less memory, a cancellation, a death."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from runtime.core.events import (
     Event,
     Failed,
     FramesDecoded,
-    FramesUpscaled,
+    FramesFinished,
     OutOfMemory,
     Resumed,
     StageStarted,
@@ -31,6 +32,7 @@ from runtime.families.esrgan.upscalers import find_upscaler
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.interpolation import INTERPOLATOR
 from runtime.video.mp4 import read_metadata
 from runtime.video.reader import read_info
 from tests.cli.test_upscale import luma
@@ -45,7 +47,7 @@ HEIGHT, WIDTH, FRAMES = 32, 64, 9
 
 
 class Clip(NamedTuple):
-    """A tiny clip that is upscaled twice."""
+    """A tiny clip that is interpolated or upscaled."""
 
     spec: ModelSpec
     plan: ExecutionPlan
@@ -60,14 +62,29 @@ class Clip(NamedTuple):
             return events_of(self.plan, self.spec, residency, cancel_at=cancel_at, **options)
 
 
+Make = Callable[..., Clip]
+
+
 @pytest.fixture
-def clip(tiny: Tiny, tmp_path: Path) -> Clip:
-    """Return the clip, saved without loss."""
-    save_safetensors(tmp_path / "weights" / "small.safetensors", COMPACT_CONFIG)
-    (tmp_path / "videos").mkdir()
-    upscaler = find_upscaler(str(tmp_path / "weights" / "small.safetensors"), 2, tmp_path)
-    spec = replace(tiny("wan2.1"), upscaler=upscaler)
-    return Clip(spec, tiny_plan(spec, tmp_path / "videos" / "x.mp4", upscale=2, crf=0))
+def make(tiny: Tiny, tmp_path: Path) -> Make:
+    """Return what plans a clip that is saved without loss."""
+
+    def made(**values: Any) -> Clip:
+        spec = tiny("wan2.1")
+        if "upscale" in values:
+            save_safetensors(tmp_path / "weights" / "small.safetensors", COMPACT_CONFIG)
+            upscaler = find_upscaler(str(tmp_path / "weights" / "small.safetensors"), 2, tmp_path)
+            spec = replace(spec, upscaler=upscaler)
+        (tmp_path / "videos").mkdir()
+        return Clip(spec, tiny_plan(spec, tmp_path / "videos" / "x.mp4", crf=0, **values))
+
+    return made
+
+
+@pytest.fixture
+def clip(make: Make) -> Clip:
+    """Return a clip that is enlarged twice."""
+    return make(upscale=2)
 
 
 def pixels(video: Path, scale: int = 1) -> np.ndarray:
@@ -83,15 +100,15 @@ def test_a_job_saves_both_videos(clip: Clip, tmp_path: Path) -> None:
     assert isinstance(saved, VideoSaved)
     stages = [event.stage for event in events if isinstance(event, StageStarted)]
     assert [stage for i, stage in enumerate(stages) if stage not in stages[:i]][-3:] == ["decode", "upscale", "save"]
-    counts = [(type(event), event.frames) for event in events if isinstance(event, FramesDecoded | FramesUpscaled)]
-    assert [frames for kind, frames in counts if kind is FramesUpscaled] == list(range(1, FRAMES + 1))
+    counts = [(type(event), event.frames) for event in events if isinstance(event, FramesDecoded | FramesFinished)]
+    assert [frames for kind, frames in counts if kind is FramesFinished] == list(range(1, FRAMES + 1))
     # Frames are enlarged while others are still to be decoded.
-    assert counts.index((FramesUpscaled, 1)) < counts.index((FramesDecoded, FRAMES))
+    assert counts.index((FramesFinished, 1)) < counts.index((FramesDecoded, FRAMES))
     progress, shares = Progress(), []
     for moment, event in enumerate(events):
         progress = progress.after(event, float(moment))
         shares.append(progress.fraction)
-        if isinstance(event, FramesUpscaled):
+        if isinstance(event, FramesFinished):
             assert (progress.stage, progress.frames, progress.frame_count) == ("upscale", event.frames, FRAMES)
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
@@ -112,19 +129,60 @@ def test_a_job_saves_both_videos(clip: Clip, tmp_path: Path) -> None:
     assert [run.kind.component for run in history.read()].count(UPSCALER) == 1
 
 
-def test_a_cancelled_job_leaves_no_video(clip: Clip) -> None:
-    events = clip.run(cancel_at=lambda event: isinstance(event, FramesUpscaled) and event.frames == 3)
+@pytest.mark.parametrize("values", [{"interpolate": 2}, {"interpolate": 4, "upscale": 2}])
+def test_an_interpolated_job_saves_both_videos(values: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    clip, history, decoded = make(**values), HistoryFile(tmp_path, machine()), []
+    factor, scale = values["interpolate"], values.get("upscale", 1)
+    events = clip.run(history=history, on_frames=decoded.append)
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved)
+    stages = [event.stage for event in events if isinstance(event, StageStarted)]
+    order = ["decode", "interpolate", *(["upscale"] if scale > 1 else []), "save"]
+    assert list(dict.fromkeys(stages))[-len(order) :] == order
+    progress, shares = Progress(), []
+    for moment, event in enumerate(events):
+        progress = progress.after(event, float(moment))
+        shares.append(progress.fraction)
+        if isinstance(event, FramesFinished):
+            assert (progress.stage, progress.frames, progress.frame_count) == (order[-2], event.frames, FRAMES * factor)
+    assert progress.frames == FRAMES * factor
+    assert shares == sorted(shares)
+    # Decoded frames are kept; the new ones are between them.
+    frames, plain = pixels(clip.plan.output, scale), np.concatenate(decoded)
+    assert len(frames) == FRAMES * factor
+    assert np.abs(luma(pixels(clip.plain)) - luma(plain)).mean() < 2
+    if scale == 1:
+        assert np.abs(luma(frames[::factor]) - luma(plain)).mean() < 2
+    videos = [read_info(video) for video in (clip.plan.output, clip.plain)]
+    assert [info.rate for info in videos] == [8 * factor, 8]
+    assert videos[0].seconds == videos[1].seconds
+    assert (saved.frames, saved.fps, saved.size) == (FRAMES * factor, 8 * factor, (scale * WIDTH, scale * HEIGHT))
+    assert saved.timings["interpolate"] > 0
+    metadata = read_metadata(clip.plain)
+    assert (metadata["request"]["interpolate"], metadata["request"]["frames"]) == (str(factor), FRAMES)
+    assert metadata["plan"]["interpolation"] == {"factor": factor, "frames": FRAMES * factor, "fps": 8 * factor}
+    (run,) = [run for run in history.read() if run.kind.component == INTERPOLATOR]
+    assert run.seconds == saved.timings["interpolate"]
+
+
+@pytest.mark.parametrize("values", [{"upscale": 2}, {"interpolate": 2}])
+def test_a_cancelled_job_leaves_no_video(values: dict[str, Any], make: Make) -> None:
+    clip = make(**values)
+    events = clip.run(cancel_at=lambda event: isinstance(event, FramesFinished) and event.frames >= 3)
     assert events[-1] == Cancelled()
-    assert max(event.frames for event in events if isinstance(event, FramesUpscaled)) <= 4
+    assert max(event.frames for event in events if isinstance(event, FramesFinished)) <= 4
+    assert not [child for child in psutil.Process().children() if "ffmpeg" in child.name()]
     assert not list(clip.plan.output.parent.iterdir())
 
 
-def test_a_killed_job_makes_the_same_videos(clip: Clip, tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", [{"upscale": 2}, {"interpolate": 4}])
+def test_a_killed_job_makes_the_same_videos(values: dict[str, Any], make: Make, tmp_path: Path) -> None:
+    clip = make(**values)
     clip.run()
     whole = [path.read_bytes() and frames_of(path) for path in (clip.plan.output, clip.plain)]
     for path in (clip.plan.output, clip.plain):
         path.unlink()
-    assert killed(clip.spec, clip.plan, tmp_path / "job", event="FramesUpscaled", count=4) == -9
+    assert killed(clip.spec, clip.plan, tmp_path / "job", event="FramesFinished", count=4) == -9
     assert not clip.plan.output.exists()
     events = clip.run(checkpoints=CheckpointFolder(tmp_path / "job"))
     assert Resumed(step=4, of=4) in events
@@ -143,7 +201,8 @@ def test_a_video_that_cannot_be_saved_leaves_no_plain_one(clip: Clip) -> None:
 
 
 @pytest.mark.parametrize("lasting", [False, True])
-def test_too_little_memory(lasting: bool, clip: Clip, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory(lasting: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = make(interpolate=2, upscale=2)
     real, calls = BatchedDecoder.__call__, 0
 
     def call(decoder: BatchedDecoder, latents: torch.Tensor) -> torch.Tensor:
@@ -160,4 +219,4 @@ def test_too_little_memory(lasting: bool, clip: Clip, monkeypatch: pytest.Monkey
     assert isinstance(events[-1], VideoSaved) != lasting
     assert [event.retried for event in retries][-1] != lasting
     if not lasting:
-        assert read_info(clip.plan.output).frames == FRAMES
+        assert read_info(clip.plan.output).frames == 2 * FRAMES

@@ -1,0 +1,87 @@
+"""Interpolates the frames of a video file and writes an MP4 with its sound: memory does not depend on the length."""
+
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.core.cancel import Cancel
+from runtime.core.events import Event, Warned
+from runtime.core.facts import Fact
+from runtime.machine.load import LoadMeter
+from runtime.pipeline.conversion import Converted, convert, described
+from runtime.pipeline.history_file import HistoryFile
+from runtime.pipeline.interpolate_plan import InterpolationPlan
+from runtime.planner.interpolation import FFMPEG
+from runtime.video.interpolation import FrameInterpolator, check_interpolator
+from runtime.video.mp4 import Sound
+from runtime.video.reader import input_options, read_video
+
+_FRAMES_PER_CALL = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpolated(Converted):
+    """A finished video with more frames.
+
+    Attributes:
+        source: the name of the file.
+        slow: whether it lasts longer than the source.
+    """
+
+    source: str
+    factor: int
+    slow: bool
+
+
+def interpolate_file(
+    plan: InterpolationPlan, history: HistoryFile, emit: Callable[[Event], None], cancel: Cancel
+) -> Interpolated:
+    """Interpolate a video and write the MP4.
+
+    Raises:
+        InvalidRequestError: if the source has no frames.
+        OutputError, MachineError: if ffmpeg fails or cannot interpolate, or the MP4 cannot be written.
+        CancelledError: within one frame of the request; nothing is left.
+    """
+    source, began, meter = plan.source, time.monotonic(), LoadMeter()
+    sound = source.sound
+    check_interpolator()
+    if plan.slow and sound:
+        emit(Warned(fact=Fact("interpolate.silent", {"file": source.path.name})))
+        sound = ()
+
+    def finish(fields: dict[str, Any]) -> tuple[Interpolated, str, dict[str, Any], Sound]:
+        named = {"source": source.path.name, "factor": plan.factor, "slow": plan.slow, "backend": FFMPEG}
+        done = Interpolated(**fields, **named)
+        kept = Sound(input_options(source.path), sound, chapters=not plan.slow)
+        return done, *described(done, source.path, "interpolate"), kept
+
+    of = (source.frames or 0) * plan.factor
+    with FrameInterpolator(source.width, source.height, plan.factor, cancel.check) as interpolator:
+        done = convert(plan, "interpolate", _frames(plan, interpolator, emit), of, began, emit, cancel, finish)
+    run = plan.work.run(done.frames // plan.factor, done.seconds, history.machine, loaded=meter.loaded)
+    history.add([run])
+    return done
+
+
+def _frames(
+    plan: InterpolationPlan, interpolator: FrameInterpolator, emit: Callable[[Event], None]
+) -> Iterator[torch.Tensor]:
+    """Yield the frames of the result; report a damaged source at its end."""
+
+    def read() -> Generator[np.ndarray, None, None]:
+        line = yield from read_video(plan.source, _FRAMES_PER_CALL)
+        if line:
+            emit(Warned(fact=Fact("source.damaged", {"file": plan.source.path.name, "line": line})))
+
+    def finished() -> Generator[np.ndarray, None, None]:
+        for frames in read():
+            yield from interpolator.add(frames)
+        yield from interpolator.finish()
+
+    for frames in finished():
+        yield torch.from_numpy(frames[:, : plan.height, : plan.width])
