@@ -91,7 +91,7 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("image", "", "request.image_file", {"value": "''"}),
     ("image", "a\x07b", "request.image_file", {"value": r"'a\x07b'"}),
     ("image", "x" * 5000, "request.image_file", {}),
-    ("image", "sha256:boat", "request.image_reference", {"value": "'sha256:boat'"}),
+    ("image", "sha256:boat", "request.input_reference", {"value": "'sha256:boat'"}),
     ("image_fit", "stretch", "request.not_a_choice", {"value": "'stretch'", "choices": ["crop", "fit"]}),
     ("image_position", 101, "request.out_of_range", {"value": "101", "nearest": 100, "low": 0, "high": 100}),
     ("image_position", "top", "request.not_a_number", {"value": "'top'", "low": 0, "high": 100}),
