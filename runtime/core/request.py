@@ -472,35 +472,6 @@ class GenerationRequest(FrozenModel):
             step=1,
         ),
     ] = MIDDLE
-    video: Annotated[
-        str | None,
-        VideoFile(
-            label="Video",
-            help="Make this video anew as the prompt says: its layout and motion stay, as far as the strength lets "
-            "them. Only some models can.",
-            group="image",
-            flag="--video",
-            metavar="FILE",
-            unset="none",
-            docs="models.md#start-from-a-video",
-        ),
-    ] = None
-    strength: Annotated[
-        float | Auto,
-        Number(
-            label="Strength",
-            help="How much of the video is made anew: a low strength keeps its layout and colors, 1 keeps almost "
-            "nothing. That share of the steps runs.",
-            group="image",
-            flag="--strength",
-            unset=f"{STRENGTH:g}",
-            docs="models.md#start-from-a-video",
-            low=LEAST_STRENGTH,
-            high=1,
-            whole=False,
-            step=0.05,
-        ),
-    ] = STRENGTH
     seconds: Annotated[
         float | Auto,
         Number(
@@ -542,6 +513,35 @@ class GenerationRequest(FrozenModel):
             docs="upscale.md",
         ),
     ] = AUTO
+    video: Annotated[
+        str | None,
+        VideoFile(
+            label="Video",
+            help="Make this video anew as the prompt says: its layout and motion stay, as far as the strength lets "
+            "them. Only some models can.",
+            group="image",
+            flag="--video",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#start-from-a-video",
+        ),
+    ] = None
+    strength: Annotated[
+        float | Auto,
+        Number(
+            label="Strength",
+            help="How much of the video is made anew: a low strength keeps its layout and colors, 1 keeps almost "
+            "nothing. That share of the steps runs.",
+            group="image",
+            flag="--strength",
+            unset=f"{STRENGTH:g}",
+            docs="models.md#start-from-a-video",
+            low=LEAST_STRENGTH,
+            high=1,
+            whole=False,
+            step=0.05,
+        ),
+    ] = STRENGTH
 
     @model_validator(mode="before")
     @classmethod

@@ -137,7 +137,7 @@ class Visitors:
         """
         with self._lock:
             digests = set(self._images.get(visitor, ()))
-        for field in ("image", "last_image"):
+        for field in ("image", "last_image", "video"):
             file = getattr(request, field)
             reference = None if file is None else parse_reference(file)
             if file is not None and (reference is None or reference.digest not in digests):

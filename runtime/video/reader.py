@@ -114,7 +114,7 @@ class _Decoder:
         limits = ["-v", level, "-hide_banner", "-nostdin", "-max_pixels", str(_MAX_PIXELS)]
         self._command = [find_ffmpeg(), *limits, *input_options(path), "-map", "0:V:0", *options]
         self._path, self._field, self._check = path, field, check
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `__exit__`
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._reads_since: float | None = None
@@ -153,7 +153,7 @@ class _Decoder:
 
     def read_into(self, data: bytearray) -> int:
         """Fill `data` from its output; return how many bytes there were."""
-        return self._timed(lambda output: cast("Any", output).readinto(data))
+        return self._timed(lambda output: int(cast("Any", output).readinto(data)))
 
     def _timed(self, read: Callable[[IO[bytes]], Result]) -> Result:
         """Read within the limit of time, which does not run while frames are used."""
