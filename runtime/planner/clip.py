@@ -236,14 +236,16 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
 
 
 def video_warnings(request: GenerationRequest, spec: ModelSpec, frames: int, fps: int) -> list[Fact]:
-    """Return a warning if a video without a requested length is longer than the clip."""
+    """Return a warning if a video without a requested length is longer than the clip, or ends before it should."""
     video = spec.video
     if video is None or {request.frames, request.seconds} != {AUTO}:
         return []
     if video.seconds is None or round(video.seconds * fps) < frames + spec.frame_stride:
         return []
-    data = {"video": video.name, "seconds": frames / fps, "whole": video.seconds}
-    return [Fact("planner.video_first_part", data)]
+    code = "planner.video_first_part"
+    if video.frames < min(spec.defaults.frames, round(video.seconds * fps) - spec.frame_stride):
+        code = "planner.video_incomplete"
+    return [Fact(code, {"video": video.name, "seconds": frames / fps, "whole": video.seconds})]
 
 
 def check_strength(steps: int, skipped: int, strength: float) -> None:

@@ -299,7 +299,8 @@ def count_frames(
         InvalidRequestError: if it has none, or takes too much time or memory.
     """
     # Without flushing, hundreds of frames may pass before a line is written.
-    options = [*_at_rate(rate), "-frames:v", str(most), "-f", "framecrc", "-flush_packets", "1", "-"]
+    options = ["-vf", _nearest(rate), "-fps_mode", "passthrough", "-frames:v", str(most)]
+    options += ["-f", "framecrc", "-flush_packets", "1", "-"]
     with _Decoder(info.path, field, options, check) as decoder:
         frames = sum(not line.startswith(b"#") for line in iter(decoder.read_line, b""))
         decoder.wait()
@@ -331,7 +332,10 @@ def read_video(
         InvalidRequestError: if no frame can be read, or it takes too much time or memory.
         MachineError: if there is no ffmpeg.
     """
-    options = ["-vf", _filters(info.matrix), *_at_rate(rate or info.rate)]
+    if rate is None:
+        options = ["-vf", _filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
+    else:
+        options = ["-vf", f"{_nearest(rate)},{_filters(info.matrix)}", "-fps_mode", "passthrough"]
     options += [] if most is None else ["-frames:v", str(most)]
     size = info.width * info.height * COLORS
     any_frames = False
@@ -353,6 +357,6 @@ def read_video(
     return "" if code == 0 else f"ffmpeg ended with {code}"
 
 
-def _at_rate(rate: Fraction) -> list[str]:
-    """Return the options that give a video a constant rate, whatever its own is."""
-    return ["-fps_mode", "cfr", "-r", str(rate)]
+def _nearest(rate: Fraction) -> str:
+    """Return the filter that gives a video another constant rate, with the frames nearest in time."""
+    return f"fps={rate}"

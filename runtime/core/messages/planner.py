@@ -408,6 +408,9 @@ _WARNINGS: Mapping[str, Message] = {
     "planner.video_first_part": Message(
         "The first {seconds:.1f} s of the video {video} are used, of {whole:.1f} s. {set[seconds]} sets another length."
     ),
+    "planner.video_incomplete": Message(
+        "Only {seconds:.1f} s of the video {video} are used: the rest of {whole:.1f} s is missing or damaged."
+    ),
     "planner.unusual_size": Message(
         f"{{model}} was not made for {{size}}: {_LOWER_QUALITY}. Its sizes: {{sizes:list}}."
     ),
