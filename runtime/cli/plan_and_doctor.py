@@ -57,7 +57,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
             terminal.result(str(reason))
     if plan.loras:
         terminal.result(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
-    for field, use in plan.images.items():
+    for field, use in plan.inputs.items():
         terminal.result(f"{FIELDS[field].label}: {use.name}, {use.width}x{use.height}")
     _show_components(plan)
     if plan.split is not None:
@@ -74,7 +74,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
 
 def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     """Return a line on the clip that a plan makes."""
-    steps = f"{plan.steps} step{'' if plan.steps == 1 else 's'}"
+    run = f"{plan.denoising_steps} of " if plan.skipped_steps else ""
+    steps = f"{run}{plan.steps} step{'' if plan.steps == 1 else 's'}"
     if plan.sections > 1:
         steps = f"{plan.sections} sections of {steps}"
     size = f"{plan.width}x{plan.height}"

@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 _SUFFIX = ".tmp"
@@ -41,10 +42,11 @@ def make_named_folder(folder: Path) -> None:
         give_usual_permissions(path)
 
 
-def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
+def replace_file(path: Path, data: bytes | Iterable[bytes], *, sync: bool = False) -> None:
     """Write a file, or replace it.
 
     Args:
+        data: the content, whole or in parts.
         sync: whether the content is on the disk when this returns.
 
     Raises:
@@ -53,7 +55,8 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
     try:
         with partial.open("wb") as file:
-            file.write(data)
+            for part in [data] if isinstance(data, bytes) else data:
+                file.write(part)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())

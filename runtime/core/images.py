@@ -1,7 +1,7 @@
-"""The images that a video starts from and ends with, in requests and plans.
+"""The images and the video that a video starts from, in requests and plans.
 
-`models.images` finds and checks the files, and keeps a copy of each under its digest. A request names an image by its
-file, or by the copy: "sha256:DIGEST/NAME", where the name is for people.
+`models.images` and `models.videos` find and check the files, and keep a copy of each under its digest. A request names
+an image or a video by its file, or by the copy: "sha256:DIGEST/NAME", where the name is for people.
 """
 
 import re
@@ -20,21 +20,21 @@ _SHOWN_DIGITS = 8
 
 
 class ImageReference(NamedTuple):
-    """The copy of an image, as a request names it."""
+    """The copy of an image or a video, as a request names it."""
 
     digest: str
     name: str
 
 
-class ImageUse(FrozenModel):
-    """One image whose file was found and checked.
+class InputFile(FrozenModel):
+    """One image or video whose file was found and checked.
 
     Attributes:
         name: of the file that was given, in messages and results.
         path: the copy of the file in the cache folder, which is named by the digest; the file itself if nothing can be
             written there.
         digest: the file's SHA-256 in hexadecimal.
-        width, height: of the upright image, in pixels.
+        width, height: of the upright image or frame, in pixels.
     """
 
     name: str
@@ -51,6 +51,24 @@ class ImageUse(FrozenModel):
     def summary(self) -> dict[str, Any]:
         """Return what results record of it, as JSON values: its name and digest, not its path."""
         return self.model_dump(mode="json", exclude={"path"})
+
+
+class ImageUse(InputFile):
+    """One image."""
+
+
+class VideoUse(InputFile):
+    """One video.
+
+    Attributes:
+        fps: the rate at which its frames are read, in frames per second.
+        frames: how many frames it has at that rate, counted up to the most that the request can take.
+        seconds: its duration as the file states it; `None` if it does not.
+    """
+
+    fps: int
+    frames: int
+    seconds: float | None = None
 
 
 def parse_reference(text: str) -> ImageReference | None:

@@ -18,10 +18,10 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
-from runtime.core.images import CROP, MIDDLE, ImageUse
+from runtime.core.images import CROP, MIDDLE, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, OFF, UPSCALER, GenerationRequest
+from runtime.core.request import AUTO, OFF, STRENGTH, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
 from runtime.core.tiles import call_size
 
@@ -249,6 +249,11 @@ class Upscaling(FrozenModel):
     batch: int
 
 
+def skipped_steps(steps: int, strength: float) -> int:
+    """Return how many of a schedule's first steps do not run with a strength, as in diffusers' pipelines."""
+    return steps - min(int(steps * strength), steps)
+
+
 def plain_output(output: Path) -> Path:
     """Return where a video is kept as it was decoded, if it was interpolated or upscaled: NAME.plain.mp4."""
     return output.with_name(f"{output.stem}.plain{output.suffix}")
@@ -269,7 +274,9 @@ class ResolvedRequest(FrozenModel):
         upscale: how many times larger the frames become; "off" for not at all.
         upscaler: the name of what enlarges them; "auto" if nothing does.
         image, last_image: what the video starts from and ends with.
-        image_fit, image_position: how they become frames, see `video.images.fitted`.
+        image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
+        video: what the video is made from, beside the prompt.
+        strength: how much of it is made anew, above 0 and up to 1.
     """
 
     prompt: str
@@ -294,12 +301,29 @@ class ResolvedRequest(FrozenModel):
     last_image: ImageUse | None = None
     image_fit: str = CROP
     image_position: float = MIDDLE
+    video: VideoUse | None = None
+    strength: float = STRENGTH
 
     @property
     def images(self) -> Mapping[str, ImageUse]:
         """The images by the field of the request."""
         by_field = {"image": self.image, "last_image": self.last_image}
         return {field: use for field, use in by_field.items() if use is not None}
+
+    @property
+    def inputs(self) -> Mapping[str, InputFile]:
+        """The images and the video by the field of the request."""
+        return {**self.images, **({} if self.video is None else {"video": self.video})}
+
+    @property
+    def skipped_steps(self) -> int:
+        """The first steps that do not run: those of more noise than a video is given."""
+        return 0 if self.video is None else skipped_steps(self.steps, self.strength)
+
+    @property
+    def denoising_steps(self) -> int:
+        """The steps that run, of each section."""
+        return self.steps - self.skipped_steps
 
     @property
     def seconds_of_video(self) -> float:
@@ -324,7 +348,7 @@ class ExecutionPlan(ResolvedRequest):
         strategy: how the clip fits into memory.
         split: how several GPUs share the job; `None` on one GPU.
         speed: execution options of PyTorch.
-        expert_steps: steps of each transformer, by component; empty if unknown.
+        expert_steps: steps of each transformer that run, by component; empty if unknown.
         shift_reason: the reason for `shift`; `None` for the model's own.
         step_flops, decode_flops: operations of one denoising step (guidance included) and of the whole decode, of all
             sections.
@@ -414,8 +438,8 @@ class ExecutionPlan(ResolvedRequest):
 
     @property
     def total_steps(self) -> int:
-        """Denoising steps of the whole video; `steps` is the number for each section."""
-        return self.steps * self.sections
+        """Denoising steps of the whole video; `denoising_steps` is the number for each section."""
+        return self.denoising_steps * self.sections
 
     @cached_property
     def computed(self) -> tuple[bool, ...]:
@@ -483,7 +507,7 @@ class ExecutionPlan(ResolvedRequest):
         used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
-        used |= {field: use.reference for field, use in self.images.items()}
+        used |= {field: use.reference for field, use in self.inputs.items()}
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
             used["guidance_scale"] = self.embedded_guidance
@@ -518,6 +542,8 @@ class ExecutionPlan(ResolvedRequest):
             else {**self.split.model_dump(mode="json"), "reason": str(self.split.reason)},
             "loras": [use.summary() for use in self.loras],
             "images": {field: use.summary() for field, use in self.images.items()},
+            "video": None if self.video is None else self.video.summary(),
+            "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "speed": self.speed.to_json(),
             "shift": self.shift,

@@ -30,6 +30,7 @@ from runtime.core.request_fields import (
     RequestField,
     StepCache,
     UpscalerName,
+    VideoFile,
 )
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, STRENGTHS, TAYLORSEER
 
@@ -94,6 +95,8 @@ MAX_GUIDANCE = 100.0
 MAX_GPUS = 16
 # Outside these, with the most steps, neighbouring timesteps of diffusers' schedulers become equal.
 MIN_SHIFT, MAX_SHIFT = 0.1, 100.0
+# How much of a video is made anew by default, and the least that may be.
+STRENGTH, LEAST_STRENGTH = 0.6, 0.01
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -527,6 +530,35 @@ class GenerationRequest(FrozenModel):
             docs="upscale.md",
         ),
     ] = AUTO
+    video: Annotated[
+        str | None,
+        VideoFile(
+            label="Video",
+            help="Make this video anew as the prompt says: its layout and motion stay, as far as the strength lets "
+            "them. Only some models can.",
+            group="image",
+            flag="--video",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#start-from-a-video",
+        ),
+    ] = None
+    strength: Annotated[
+        float | Auto,
+        Number(
+            label="Strength",
+            help="How much of the video is made anew: a low strength keeps its layout and colors, 1 keeps almost "
+            "nothing. That share of the steps runs.",
+            group="image",
+            flag="--strength",
+            unset=f"{STRENGTH:g}",
+            docs="models.md#start-from-a-video",
+            low=LEAST_STRENGTH,
+            high=1,
+            whole=False,
+            step=0.05,
+        ),
+    ] = STRENGTH
 
     @model_validator(mode="before")
     @classmethod

@@ -307,21 +307,31 @@ class Loras(RequestField):
 class ImageFile(RequestField):
     """The file of an image, or its copy, see `core.images`; `None` for no image."""
 
+    # The refusal of what is no file's name.
+    no_name: ClassVar[str] = "request.image_file"
+
     def check(self, name: str, value: object) -> str | None:
         """Return the text."""
         if value is None:
             return None
         if not isinstance(value, str) or not value.strip() or not value.isprintable() or len(value) > _LONGEST_FILE:
-            raise InvalidRequestError(name, "request.image_file", value=shortened(value))
+            raise InvalidRequestError(name, self.no_name, value=shortened(value))
         try:
             parse_reference(value)
         except ValueError as error:
-            raise InvalidRequestError(name, "request.image_reference", value=shortened(value)) from error
+            raise InvalidRequestError(name, "request.input_reference", value=shortened(value)) from error
         return value
 
     def json_schema(self) -> JsonSchemaValue:
         """Return the longest length."""
         return {"maxLength": _LONGEST_FILE}
+
+
+@dataclass(frozen=True)
+class VideoFile(ImageFile):
+    """The file of a video, or its copy; `None` for no video."""
+
+    no_name: ClassVar[str] = "request.video_file"
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class SectionDenoiser(Denoiser, Protocol):
 
 
 class VideoEncoder(Protocol):
-    """The encoder of a VAE, for clips whose frames are given at the start and the end only."""
+    """The encoder of a VAE, for videos and for clips whose frames are given at the start and the end only."""
 
     def latents(self, images: Sequence[torch.Tensor], frames: int, tile: int | None = None) -> torch.Tensor:
         """Return the latents of a clip, (1, channels, latent frames, height, width), float32, normalised.
@@ -130,6 +130,15 @@ class VideoEncoder(Protocol):
             frames: of the clip; those between the images are gray.
             tile: side of the tiles that frames are encoded in, in latents; `None` encodes them whole. An engine has
                 its size, and encodes them whole.
+        """
+
+    def video_latents(self, video: torch.Tensor, tile: int | None, check: Callable[[], None]) -> torch.Tensor:
+        """Return the latents of a video, as `latents` does; never called on engines.
+
+        Args:
+            video: (frames, height, width, 3), uint8, on the CPU.
+            tile: see `latents`.
+            check: called before each latent frame; may raise.
         """
 
 

@@ -20,20 +20,21 @@ from PIL import Image
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, OutputError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
-from runtime.core.images import ImageUse, parse_reference
+from runtime.core.images import ImageUse, InputFile, parse_reference
 from runtime.core.locks import held
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import add_usable, not_downloaded
 from runtime.models.spec import ModelSpec
 from runtime.video.images import check_image, decode_image, read_bytes
 
+# Videos are there too, see `models.videos`.
 _FOLDER = "images"
 # Held while a copy is written, found or removed.
-_LOCK = "lock"
+LOCK = "lock"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 # Copies that no job uses stay for a day: a form may show them, or a question wait for its answer.
 KEPT_SECONDS = 24 * 3600.0
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Sizes of images that were decoded without an error, by digest: a form asks for a plan with each change.
 _DECODED: dict[str, tuple[int, int]] = {}
 _MOST_DECODED = 256
@@ -121,7 +122,7 @@ def _checked(data: bytes, name: str, field: str, path: Path, check: Callable[[],
     return ImageUse(name=name, path=path, digest=digest, width=width, height=height)
 
 
-def open_image(use: ImageUse, field: str = "image", check: Callable[[], None] = never) -> Image.Image:
+def open_image(use: InputFile, field: str = "image", check: Callable[[], None] = never) -> Image.Image:
     """Return an image as RGB, 8 bits, upright, in sRGB; see `video.images.decode_image`.
 
     Raises:
@@ -159,11 +160,15 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
 
 def image_models(weights_dir: Path) -> list[ModelSpec]:
     """Return the models that start from an image, installed ones first."""
+    return [spec for spec in all_models(weights_dir) if spec.image_input is not None]
+
+
+def all_models(weights_dir: Path) -> list[ModelSpec]:
+    """Return the installed models, then those to download; none if the weights folder cannot be read."""
     try:
-        specs = [*add_usable({}, weights_dir).values(), *not_downloaded(weights_dir)]
-    except TandemError:  # the weights folder cannot be read
+        return [*add_usable({}, weights_dir).values(), *not_downloaded(weights_dir)]
+    except TandemError:
         return []
-    return [spec for spec in specs if spec.image_input is not None]
 
 
 def _decoded_size(data: bytes, digest: str, name: str, field: str, check: Callable[[], None]) -> tuple[int, int]:
@@ -190,7 +195,7 @@ def _kept(path: Path, data: bytes, digest: str, cache_dir: Path) -> Path:
     copy = folder / digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with held(folder / _LOCK):
+        with held(folder / LOCK):
             if _copied(copy, digest) is None:
                 replace_file(copy, data, sync=True)
             else:
@@ -199,7 +204,7 @@ def _kept(path: Path, data: bytes, digest: str, cache_dir: Path) -> Path:
     except OSError as error:
         if _copied(copy, digest) is not None:
             return copy
-        if error.errno in _FULL:
+        if error.errno in DISK_FULL:
             raise OutputError("image.disk_full", folder=folder) from error
         return path
     return copy
@@ -223,7 +228,7 @@ def remove_unused(cache_dir: Path, used: Collection[str], older_than: float = KE
     copies = [path for path in folder.iterdir() if _DIGEST.fullmatch(path.name)] if folder.is_dir() else []
     for copy in copies:
         if copy.name not in used:
-            with contextlib.suppress(OSError), held(folder / _LOCK):
+            with contextlib.suppress(OSError), held(folder / LOCK):
                 stat = copy.stat()
                 if S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > older_than:
                     copy.unlink()

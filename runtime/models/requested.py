@@ -1,4 +1,4 @@
-"""The model of a request: its spec with the LoRAs, the upscaler and the images that the request adds."""
+"""The model of a request: its spec with the LoRAs, the upscaler, and the images or video that the request adds."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +12,7 @@ from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.registry import find_upscaler
 from runtime.models.spec import ModelSpec
+from runtime.models.videos import with_video
 
 # The field that is wrong, by what is wrong with an upscaler.
 _FIELDS = {"upscaler.none": "upscale", "upscaler.scale": "upscale", "upscaler.unknown": "upscaler"}
@@ -27,7 +28,7 @@ def model_for(
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> ModelSpec:
-    """Return a request's model with its LoRAs, upscaler and images.
+    """Return a request's model with its LoRAs, its upscaler, and its images or video.
 
     Args:
         needs_weights: whether the model's weights must be downloaded.
@@ -36,13 +37,14 @@ def model_for(
     Raises:
         ModelError: if the model does not exist, only decodes, or a file of it, a LoRA or the upscaler cannot be used.
         InvalidRequestError: if a LoRA is for an expert that the model does not have, the upscaler is not installed
-            or does not enlarge as much, or an image cannot be used.
-        MachineError: if the process that decodes images does not start.
-        OutputError: if the disk is too full for the copy of an image.
+            or does not enlarge as much, or an image or the video cannot be used.
+        MachineError: if the process that decodes images does not start, or there is no ffmpeg for a video.
+        OutputError: if the disk is too full for the copy of an image or a video.
     """
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
     check_makes_videos(spec, request.model)
     spec = with_upscaler(with_loras(spec, request.loras, weights_dir), request, weights_dir)
+    spec = with_video(spec, request, weights_dir, cache_dir, keep=keep, check=check)
     return with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from runtime.core.images import ImageUse
+from runtime.core.images import ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import (
     MAX_FPS,
@@ -170,14 +170,18 @@ class VaeSpec(Protocol):
 class VaeEncoderSpec(Protocol):
     """Architecture of a VAE encoder: a frozen dataclass of the family."""
 
-    def encode_flops(self, frames: int, height: int, width: int) -> float:
-        """Return the operations of encoding a clip of so many frames and pixels, an image and gray frames."""
+    def encode_flops(self, frames: int, height: int, width: int, *, video: bool = False) -> float:
+        """Return the operations of encoding a clip of so many frames and pixels.
+
+        Args:
+            video: whether all frames differ; by default, it is an image and gray frames.
+        """
 
     def encode_bytes(self, frames: int, height: int, width: int, element_bytes: int) -> int:
-        """Return the peak memory of that in bytes, weights excluded."""
+        """Return the peak memory of encoding an image and gray frames in bytes, weights excluded."""
 
     def encoder_cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
-        """Return the bytes that one call of an engine passes to the next when a clip is encoded in several calls."""
+        """Return the bytes that one call passes to the next when a clip is encoded in several calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +340,8 @@ class ModelSpec:
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         image, last_image: the images of one request, see `models.images.with_images`.
+        video_input: the encoder of a video that it starts from; `None` if it cannot.
+        video: the video of one request, see `models.videos.with_video`.
         upscaler: what enlarges the frames of one request, see `models.requested.with_upscaler`.
         noise: where the scheduler puts the steps.
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
@@ -376,6 +382,8 @@ class ModelSpec:
     section: SectionSpec | None = None
     image: ImageUse | None = None
     last_image: ImageUse | None = None
+    video_input: VaeEncoderSpec | None = None
+    video: VideoUse | None = None
     upscaler: "ModelSpec | None" = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -429,9 +437,16 @@ class ModelSpec:
         return tuple(use for use in self.loras if use.changes(component))
 
     def for_text(self) -> "ModelSpec":
-        """Return the model as a video without images needs it."""
+        """Return the model as a video from text alone needs it."""
         text = {name: program for name, program in self.programs.items() if name not in {IMAGE_ENCODER, VAE_ENCODER}}
-        return replace(self, programs=text, image=None, last_image=None)
+        return replace(self, programs=text, image=None, last_image=None, video=None)
+
+    def from_video(self, video: VideoUse) -> "ModelSpec":
+        """Return the model as a video from another one needs it: with the VAE's encoder, and without engines for it."""
+        text = self.for_text().programs
+        encoders = {name: programs for name, programs in text.items() if name in self.encoders}
+        files = {VAE_ENCODER: self.files["vae"], **self.files} if "vae" in self.files else self.files
+        return replace(self, programs={**encoders, VAE_ENCODER: (), **text}, files=files, video=video)
 
     def for_images(self) -> "ModelSpec":
         """Return the model with the components of images in every plan: for planning its engines."""
@@ -464,6 +479,19 @@ class ModelSpec:
     def images(self) -> tuple[ImageUse, ...]:
         """The request's images: the first, and the last if there is one."""
         return tuple(image for image in (self.image, self.last_image) if image is not None)
+
+    @property
+    def inputs(self) -> tuple[InputFile, ...]:
+        """The request's images and video."""
+        return (*self.images, *(() if self.video is None else (self.video,)))
+
+    @property
+    def input_encoder(self) -> VaeEncoderSpec:
+        """The encoder of the request's video, or of images; only of a model with the component."""
+        if self.video is not None and self.video_input is not None:
+            return self.video_input
+        assert self.image_input is not None, "only models that start from images or videos have these components"
+        return self.image_input.vae
 
     @property
     def context_tokens(self) -> int:

@@ -56,13 +56,16 @@ _CHECKSUM = "checksum"
 _GIVEN = "given."
 # Begins the names of the tensors of further prompts, which end with their number, and of a section's progress.
 _PROMPT, _SECTION = "prompt.", "section."
+# The latents of the video that this one is made from.
+_VIDEO = "video"
 # Checkpoints may take this share of the time of the steps.
 _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files; a length in seconds became a number of frames.
 _OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras", "seconds"}
-_IMAGE_FIELDS = {"image", "last_image", "image_fit", "image_position"}
+_VIDEO_FIELDS = {"video", "strength"}
+_INPUT_FIELDS = {"image", "last_image", "image_fit", "image_position", *_VIDEO_FIELDS}
 # Set when a scheduler is loaded.
 _SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
 
@@ -297,11 +300,13 @@ class CheckpointPolicy:
 
 def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     """Return a digest of the clip and of the model's files, independent of how the clip is computed."""
-    excluded = set(_OTHER_FIELDS if plan.images else _OTHER_FIELDS | _IMAGE_FIELDS)
-    # The prompt of a section may depend on when it is played.
-    excluded -= {"fps"} if len(timed_prompts(plan.prompt)) > 1 else set()
+    # Earlier versions had no videos as inputs, and their checkpoints can be used.
+    unused = set() if plan.video else _VIDEO_FIELDS if plan.images else _INPUT_FIELDS
+    excluded = _OTHER_FIELDS | unused
+    # The prompt of a section may depend on when it is played, and the frames of a video that are read.
+    excluded -= {"fps"} if plan.video or len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
-    clip |= {field: use.digest for field, use in plan.images.items()}
+    clip |= {field: use.digest for field, use in plan.inputs.items()}
     clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}
     return hashlib.sha256(json.dumps([clip, dict(stamps)], sort_keys=True).encode()).hexdigest()
 
@@ -385,7 +390,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
             sampling = SamplingState(
                 header.step, tensors["latents"].to(device), _tensors_in(header.scheduler, tensors, device)
             )
-        negative, embeds = tensors.get("negative"), tensors.get("image_embeds")
+        negative, embeds, video = (tensors.get(name) for name in ("negative", "image_embeds", _VIDEO))
         prompts = sorted(
             (name for name in tensors if name.startswith(_PROMPT)), key=lambda name: int(name.removeprefix(_PROMPT))
         )
@@ -401,6 +406,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
                 given_frames,
                 tuple(tensors[name].to(device) for name in prompts),
                 None if embeds is None else embeds.to(device),
+                None if video is None else video.to(device),
             ),
             sampling=sampling,
             section=_section_in(header, tensors, device),
@@ -424,6 +430,8 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
         tensors[f"{_PROMPT}{number}"] = embeds
     if checkpoint.conditioning.image_embeds is not None:
         tensors["image_embeds"] = checkpoint.conditioning.image_embeds
+    if checkpoint.conditioning.video is not None:
+        tensors[_VIDEO] = checkpoint.conditioning.video
     section = checkpoint.section
     if section is not None:
         tensors[f"{_SECTION}history"], tensors[f"{_SECTION}generator"] = section.history, section.generator

@@ -126,9 +126,9 @@ def _step(path: Path) -> int | None:
 def stamps(spec: ModelSpec) -> Stamps:
     """Return name, size and time of each file that latents depend on, by component.
 
-    Without the VAE's decoder: a damaged one can be replaced. An image depends on the VAE's encoder.
+    Without the VAE's decoder: a damaged one can be replaced. Images and videos depend on the VAE's encoder.
     """
-    used = spec.for_text() if spec.image is None else spec
+    used = spec if spec.inputs else spec.for_text()
     parts = [name for name in used.component_names if name != "vae"]
     files = {part: spec.component_files(part) for part in (*parts, "tokenizer", "scheduler")}
     files["pipeline"] = [spec.directory / "model_index.json"]

@@ -289,7 +289,7 @@ class PyTorchTimerFactory:
         """
         if spec.only_decodes:
             return None
-        spec = replace(spec, loras=(), image=None, last_image=None, upscaler=None).for_images()
+        spec = replace(spec, loras=(), image=None, last_image=None, video=None, upscaler=None).for_images()
         machine = self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
         if key.precision == FP8:

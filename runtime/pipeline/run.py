@@ -24,7 +24,7 @@ from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
-from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt
+from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt, encode_video
 from runtime.planner.interpolation import Interpolation
 from runtime.planner.upscaling import run_of
 from runtime.video.interpolation import check_interpolator
@@ -114,6 +114,8 @@ def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
             conditioning, section = with_oom_retry(context, partial(encode_section_images, context, conditioning))
         elif plan.image is not None:
             conditioning = with_oom_retry(context, partial(encode_images, context, conditioning))
+        elif plan.video is not None:
+            conditioning = with_oom_retry(context, partial(encode_video, context, conditioning))
         context.record_conditioning(conditioning, section)
     if history is not None:
         measure_attention(context.plan, context.spec, history)

@@ -308,7 +308,7 @@ class RunContext:
         """Return the job's progress; `None` if there is nothing to resume from."""
         if self.conditioning is None:
             return None
-        if self.sampling is not None and self.sampling.scheduler is None and self.step < self.plan.steps:
+        if self.sampling is not None and self.sampling.scheduler is None and self.step < self.plan.total_steps:
             return None
         return Checkpoint(
             planned=self._planned,

@@ -75,6 +75,7 @@ class Conditioning:
         given: `None` without an image.
         others: embeddings of the further prompts of a video's sections, in the order in which sections first use them.
         image_embeds: embeddings of the image, (1, tokens, width), for sections.
+        video: latents of the video that this one is made from, (1, channels, frames, height, width), float32.
     """
 
     positive: torch.Tensor
@@ -82,6 +83,7 @@ class Conditioning:
     given: GivenFrames | None = None
     others: tuple[torch.Tensor, ...] = ()
     image_embeds: torch.Tensor | None = None
+    video: torch.Tensor | None = None
 
     def with_tokens(self, embeds: torch.Tensor) -> "Conditioning":
         """Return it with embeddings of images, (1, tokens, width), before those of the texts."""
@@ -170,10 +172,32 @@ def get_noise(plan: ExecutionPlan) -> torch.Tensor:
     return noise.to(plan.components["transformer"].device)
 
 
+def first_latents(noise: torch.Tensor, video: torch.Tensor | None, scheduler: Any, first: Step) -> torch.Tensor:
+    """Return the latents before the first step: noise, or a video's latents with the noise of that step.
+
+    Args:
+        scheduler: its timesteps are set.
+
+    Raises:
+        ModelError: if the scheduler cannot add noise.
+    """
+    if video is None:
+        return noise
+    timesteps = first.timestep[None]
+    try:
+        if hasattr(scheduler, "add_noise"):
+            noisy: torch.Tensor = scheduler.add_noise(video, noise, timesteps)
+        else:  # those of flow matching only
+            noisy = scheduler.scale_noise(video, timesteps, noise)
+    except _SCHEDULER_ERRORS as error:
+        raise _scheduler_error(scheduler, error) from error
+    return noisy
+
+
 def get_schedule(
     plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | None, sigmas: Sequence[float] | None = None
 ) -> list[Step]:
-    """Set up the scheduler for the plan's steps and return them with the transformer that runs each.
+    """Set up the scheduler for the plan's steps and return those that run with the transformer that runs each.
 
     Args:
         scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
@@ -189,9 +213,12 @@ def get_schedule(
             scheduler.set_timesteps(plan.steps, device=device)
         else:
             scheduler.set_timesteps(sigmas=list(sigmas), device=device)
-        scheduler.set_begin_index(0)
+        # Some schedulers take several timesteps for each step.
+        first = plan.skipped_steps * scheduler.order
+        scheduler.set_begin_index(first)
+        timesteps = scheduler.timesteps[first:]
         # Copied at once, because each copy to the CPU waits for the device. There is one more sigma (0) than timesteps.
-        values, sigmas = scheduler.timesteps.tolist(), scheduler.sigmas.tolist()
+        values, sigmas = timesteps.tolist(), scheduler.sigmas.tolist()[first:]
     except _SCHEDULER_ERRORS as error:
         raise _scheduler_error(scheduler, error) from error
     boundary = None if boundary_ratio is None else boundary_ratio * scheduler.config.num_train_timesteps
@@ -204,9 +231,7 @@ def get_schedule(
     cached = uses(plan.step_cache, experts, plan.mag_ratios)
     return [
         Step(timestep, sigma, expert, scales[expert], noise_seed(plan.seed, index), use.fresh, embedded)
-        for index, (timestep, sigma, expert, use) in enumerate(
-            zip(scheduler.timesteps, sigmas, experts, cached, strict=False)
-        )
+        for index, (timestep, sigma, expert, use) in enumerate(zip(timesteps, sigmas, experts, cached, strict=False))
     ]
 
 

@@ -6,12 +6,14 @@ Each reads the plan and the progress from the job's `RunContext`, so that it can
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import torch
-from PIL.Image import Image
+from PIL.Image import Image, fromarray
 
 from runtime.core.cancel import never
+from runtime.core.errors import InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
@@ -21,15 +23,25 @@ from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
+from runtime.models.videos import open_video
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
-from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, resumable_after
+from runtime.pipeline.sampling import (
+    Conditioning,
+    GivenFrames,
+    decode,
+    denoise,
+    first_latents,
+    get_noise,
+    resumable_after,
+)
 from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
+from runtime.video.reader import COLORS, read_video
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
@@ -123,6 +135,52 @@ def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, i
     return encoder.latents([pixels_of(image) for image in images], frames, plan.strategy.decode_tile)
 
 
+def encode_video(context: RunContext, conditioning: Conditioning) -> Conditioning:
+    """Return the conditioning with the latents of the plan's video."""
+    spec = context.spec
+    context.current = ("load", VAE_ENCODER)
+    video = video_frames(context.plan, context.cancel.check, context.warn)
+    with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
+        context.begin_stage("encode", VAE_ENCODER)
+        latents = vae.video_latents(video, context.plan.strategy.decode_tile, context.cancel.check)
+    return replace(conditioning, video=latents.to(context.plan.components["transformer"].device))
+
+
+def video_frames(
+    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+) -> torch.Tensor:
+    """Read a plan's video; return its first frames at the plan's rate, of its size, (frames, height, width, 3), uint8.
+
+    Args:
+        check: see `models.videos.with_video`.
+        warn: called if a part of the file is damaged.
+
+    Raises:
+        InvalidRequestError: if it cannot be read, or has fewer frames by now.
+        MachineError: if there is no ffmpeg.
+    """
+    use = plan.video
+    assert use is not None
+    info = open_video(use, check)
+    video = torch.empty((plan.frames, plan.height, plan.width, COLORS), dtype=torch.uint8)
+    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field="video", check=check)
+    count = 0
+    while True:
+        try:
+            (frame,) = next(reading)
+        except StopIteration as end:
+            damage = end.value
+            break
+        image = fitted(fromarray(frame), plan.width, plan.height, plan.image_fit, plan.image_position)
+        video[count] = torch.from_numpy(np.array(image))
+        count += 1
+    if count < plan.frames:
+        raise InvalidRequestError("video", "source.shorter", file=use.name, frames=count, planned=plan.frames)
+    if damage and warn is not None:
+        warn(Fact("source.damaged", {"file": use.name, "line": damage}))
+    return video
+
+
 def pixels_of(image: Image) -> torch.Tensor:
     """Return an image as (3, height, width), float32 in -1 to 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
@@ -136,7 +194,8 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
     scheduler, steps = context.schedule()
     sampling = context.sampling
     if sampling is None or (sampling.scheduler is None and sampling.steps < len(steps)):
-        sampling = context.record_step(0, get_noise(context.plan), scheduler)
+        latents = first_latents(get_noise(context.plan), context.conditioning.video, scheduler, steps[0])
+        sampling = context.record_step(0, latents, scheduler)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
 

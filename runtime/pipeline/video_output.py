@@ -20,11 +20,11 @@ from runtime import __version__
 from runtime.core import settings
 from runtime.core.errors import OutputError, TandemError
 from runtime.core.events import Event, FellBack, FramesFinished, StageStarted, VideoSaved, Warned
-from runtime.core.images import ImageUse
+from runtime.core.images import InputFile
 from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
 from runtime.core.request import UPSCALER
 from runtime.execution.decoded_frames import fetched
-from runtime.models.images import open_image
+from runtime.models.videos import open_picture
 from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
@@ -223,7 +223,7 @@ class VideoOutput:
 
 
 def _metadata(saved: VideoSaved, plan: ExecutionPlan, job_id: str | None) -> dict[str, Any]:
-    """Return the metadata of the MP4: the result without its path, the images, the job and the versions."""
+    """Return the metadata of the MP4: the result without its path, the inputs, the job and the versions."""
     result = {key: value for key, value in saved.result_json().items() if key != "video"}
     versions = {
         "tandem": __version__,
@@ -233,16 +233,16 @@ def _metadata(saved: VideoSaved, plan: ExecutionPlan, job_id: str | None) -> dic
     }
     created = datetime.now(timezone.utc).isoformat(timespec="seconds")
     job = {} if job_id is None else {"job": job_id}
-    images = {field: use.summary() | _thumbnail(use) for field, use in plan.images.items()}
+    inputs = {field: use.summary() | _thumbnail(use) for field, use in plan.inputs.items()}
     return {
-        "tandem": {**result, **job, **({"images": images} if images else {}), "versions": versions, "created": created}
+        "tandem": {**result, **job, **({"images": inputs} if inputs else {}), "versions": versions, "created": created}
     }
 
 
-def _thumbnail(use: ImageUse) -> dict[str, str]:
-    """Return a small picture of an image as a data address; empty if it cannot be read by now."""
+def _thumbnail(use: InputFile) -> dict[str, str]:
+    """Return a small picture of an image or a video as a data address; empty if it cannot be read by now."""
     try:
-        picture = thumbnail(open_image(use))
+        picture = thumbnail(open_picture(use))
     except TandemError:
         return {}
     return {"thumbnail": f"data:image/webp;base64,{base64.b64encode(picture).decode()}"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
-from runtime.core.images import CROP, ImageUse
+from runtime.core.images import CROP, InputFile
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
@@ -21,26 +21,50 @@ _SIMILAR = 0.05
 
 
 def size_for(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
-    """Return a clip's width and height in pixels: those asked for, else from the image's proportions or the model's."""
+    """Return a clip's width and height in pixels.
+
+    They are those asked for, else from the proportions of the image or the video, or the model's.
+    """
     usual = spec.defaults.width, spec.defaults.height
-    sides = request.width, request.height
-    if spec.image is None or AUTO not in sides:
+    sides, first = (request.width, request.height), _first_input(spec)
+    if first is None or AUTO not in sides:
         width, height = (default if side == AUTO else int(side) for side, default in zip(sides, usual, strict=True))
         return width, height
-    ratio = spec.image.width / spec.image.height
+    ratio = first.width / first.height
     if request.width != AUTO:
         return int(request.width), _multiple(int(request.width) / ratio, spec, "height")
     if request.height != AUTO:
         return _multiple(int(request.height) * ratio, spec, "width"), int(request.height)
-    return like_image(spec, spec.image, usual[0] * usual[1])
+    return like_image(spec, first, usual[0] * usual[1])
+
+
+def _first_input(spec: ModelSpec) -> InputFile | None:
+    """Return what the first frame is made from, if it is not text alone."""
+    return spec.image if spec.video is None else spec.video
 
 
 def frames_for(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
     """Return the number of frames asked for, else the model's; for a length in seconds, the nearest that it makes.
 
+    A video from another one is at most as long as that: without a length, the first frames that the model makes.
+
     Raises:
         InvalidRequestError: if both are asked for, or the length is too long.
     """
+    frames = _asked_frames(request, spec, fps)
+    if spec.video is None or frames <= spec.video.frames:
+        return frames
+    stride = spec.frame_stride
+    longest = (spec.video.frames - 1) // stride * stride + 1
+    whole = request.seconds != AUTO and round(float(request.seconds) * fps) <= spec.video.frames
+    if request.frames != AUTO or (request.seconds != AUTO and not whole):
+        field = "frames" if request.seconds == AUTO else "seconds"
+        data = {"video": spec.video.name, "frames": spec.video.frames, "fps": fps, "able": longest}
+        raise InvalidRequestError(field, "planner.video_too_short", value=getattr(request, field), **data)
+    return longest
+
+
+def _asked_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
     if request.seconds == AUTO:
         return spec.defaults.frames if request.frames == AUTO else int(request.frames)
     if request.frames != AUTO:
@@ -89,8 +113,8 @@ def _check_times(prompts: Sequence[TimedPrompt], length: float) -> None:
         before = prompt.start
 
 
-def like_image(spec: ModelSpec, image: ImageUse, pixels: int) -> tuple[int, int]:
-    """Return a size with about the proportions of an image and about so many pixels.
+def like_image(spec: ModelSpec, image: InputFile, pixels: int) -> tuple[int, int]:
+    """Return a size with about the proportions of an image or a video and about so many pixels.
 
     It is one of the model's own sizes if one is close: the model was trained with it, and engines exist for it.
     """
@@ -114,7 +138,7 @@ def _most(spec: ModelSpec, field: str) -> int:
     return min(MAX_SIDE, _most_positions(spec)[field])
 
 
-def _cut(image: ImageUse, width: int, height: int) -> float:
+def _cut(image: InputFile, width: int, height: int) -> float:
     """Return the share of an image that a frame of this size does not show if it is cropped."""
     ratio, frame_ratio = image.width / image.height, width / height
     return 1 - min(ratio / frame_ratio, frame_ratio / ratio)
@@ -185,10 +209,10 @@ def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
 
 
 def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, height: int, frames: int) -> list[Fact]:
-    """Return the warnings about a supported size and length; not about a size that follows from an image."""
+    """Return the warnings about a supported size and length; not about a size that follows from an image or a video."""
     facts = [] if spec.is_downloaded else [Fact("planner.weights_not_downloaded", {"model": spec.title})]
-    of_image = spec.image is not None and {request.width, request.height} == {AUTO}
-    if (width, height) not in spec.sizes and not of_image:
+    of_input = bool(spec.inputs) and {request.width, request.height} == {AUTO}
+    if (width, height) not in spec.sizes and not of_input:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
         facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
     if frames > max(spec.frame_counts):
@@ -198,10 +222,10 @@ def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heigh
 
 
 def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, height: int) -> list[Fact]:
-    """Return the warnings about images of which cropping cuts a visible part."""
-    images = {"planner.last_image_cut": spec.last_image}
+    """Return the warnings about images and videos of which cropping cuts a visible part."""
+    images: dict[str, InputFile | None] = {"planner.last_image_cut": spec.last_image}
     if AUTO not in {request.width, request.height}:
-        images = {"planner.image_cut": spec.image, **images}
+        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video, **images}
     facts = []
     for code, image in images.items():
         if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:
@@ -209,6 +233,48 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
             data = {"image": image.name, "percent": round(100 * cut), "size": f"{width}x{height}"}
             facts.append(Fact(code, data | {"suggested": f"{suggested[0]}x{suggested[1]}"}))
     return facts
+
+
+def video_warnings(request: GenerationRequest, spec: ModelSpec, frames: int, fps: int) -> list[Fact]:
+    """Return a warning if a video without a requested length is longer than the clip, or ends before it should."""
+    video = spec.video
+    if video is None or {request.frames, request.seconds} != {AUTO}:
+        return []
+    if video.seconds is None or round(video.seconds * fps) < frames + spec.frame_stride:
+        return []
+    code = "planner.video_first_part"
+    if video.frames < min(spec.defaults.frames, round(video.seconds * fps) - spec.frame_stride):
+        code = "planner.video_incomplete"
+    return [Fact(code, {"video": video.name, "seconds": frames / fps, "whole": video.seconds})]
+
+
+def check_strength(steps: int, skipped: int, strength: float) -> None:
+    """Check that a strength leaves steps to run.
+
+    Raises:
+        InvalidRequestError: if it does not.
+    """
+    if skipped == steps:
+        raise InvalidRequestError(
+            "strength",
+            "planner.strength_without_steps",
+            strength=strength,
+            steps=steps,
+            able=math.ceil(100 / steps) / 100,
+        )
+
+
+def without_first(steps_by_expert: Mapping[str, int], skipped: int) -> dict[str, int]:
+    """Return the steps of each transformer that run if the first ones do not.
+
+    Args:
+        steps_by_expert: from `expert_steps`, in the order they run.
+    """
+    counts = {}
+    for name, steps in steps_by_expert.items():
+        fewer = min(steps, skipped)
+        counts[name], skipped = steps - fewer, skipped - fewer
+    return counts
 
 
 def check_shift(request: GenerationRequest, spec: ModelSpec) -> None:

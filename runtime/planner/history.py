@@ -155,7 +155,7 @@ def calls_of(
     """Return the number of calls of each component for one clip.
 
     Args:
-        steps: of each section.
+        steps: of each section, those that run.
         prompts: different ones of all sections.
         expert_steps: steps of each transformer that are computed; if empty, all are, divided evenly.
     """
@@ -171,7 +171,9 @@ def calls_of(
 def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
     """Return `calls_of` a plan."""
     computed = computed_steps(plan.step_cache, plan.expert_steps, plan.mag_ratios)
-    return calls_of(plan.steps, plan.guidance_scale, plan.guidance_scale_2, computed, plan.sections, plan.prompts)
+    return calls_of(
+        plan.denoising_steps, plan.guidance_scale, plan.guidance_scale_2, computed, plan.sections, plan.prompts
+    )
 
 
 def history_tag(speed: Speed, component: str) -> str:
@@ -226,7 +228,9 @@ def cache_of(step_cache: str, component: str) -> str:
 
 def architecture(spec: ModelSpec) -> str:
     """Return a short digest of the properties that determine a model's memory and operations."""
-    return _digest((spec.transformer, spec.vae, tuple(sorted(spec.parameters.items())), spec.expand_timesteps))
+    # Without the encoder that only videos from videos use: it changes nothing for others.
+    parts = [item for item in sorted(spec.parameters.items()) if item[0] != VAE_ENCODER or spec.image_input is not None]
+    return _digest((spec.transformer, spec.vae, tuple(parts), spec.expand_timesteps))
 
 
 @lru_cache(maxsize=256)  # a plan asks for the same one hundreds of times

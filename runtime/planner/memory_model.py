@@ -28,7 +28,8 @@ _DECODE_SHARE = 0.25
 # Sides of tiles in pixels. 256 is diffusers' value for this VAE. Sizes in between overlap more and take longer.
 _TILE_SIDES = (512, 256)
 _CLIP_BYTES_PER_PIXEL = 3 * 2
-_RGB_FLOAT32 = 3 * 4
+_COLORS = 3
+_RGB_FLOAT32 = 4 * _COLORS
 # Sets of output buffers of an engine's session.
 _BUFFER_SETS = 2
 # Float32 tensors of the latents' size: sample, predictions and the solver's history.
@@ -168,7 +169,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
         tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
         return spec.transformer.forward_flops(tokens, spec.context_tokens)
     if component == VAE_ENCODER:
-        whole = _image_input(spec).vae.encode_flops(*_encoded_clip(spec, latent))
+        whole = spec.input_encoder.encode_flops(*_encoded_clip(spec, latent), video=spec.video is not None)
         return whole * times_decoded(*latent[1:], tile)
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
@@ -185,7 +186,8 @@ def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
     """Return the (frames, height, width) that the VAE's encoder takes for a clip of so many latents."""
     frames, height, width = latent
     vae = spec.vae
-    count = 1 if _image_input(spec).kind != "channels" else (frames - 1) * vae.scale_factor_temporal + 1
+    every = spec.video is not None or _image_input(spec).kind == "channels"
+    count = (frames - 1) * vae.scale_factor_temporal + 1 if every else 1
     return count, height * vae.scale_factor_spatial, width * vae.scale_factor_spatial
 
 
@@ -290,6 +292,24 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
     return buffers + vae.decode_bytes(1, *size, cpu=not workload.cuda) - vae.cache_bytes(*size)
 
 
+def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
+    """Return the working set of the VAE's encoder.
+
+    A video is encoded one latent frame at a time, and waits in system memory, 8 bits of RGB.
+    """
+    if VAE_ENCODER in workload.engine_bytes:
+        return _engine_encode_bytes(workload)
+    spec, element = workload.spec, DTYPE_BYTES[workload.precision(VAE_ENCODER)]
+    frames, *sides = workload.latent_shape[2:]
+    rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
+    count, height, width = _encoded_clip(spec, (frames, rows, columns))
+    if spec.video is None:
+        return spec.input_encoder.encode_bytes(count, height, width, element)
+    call = spec.input_encoder.encode_bytes(min(count, spec.vae.scale_factor_temporal), height, width, element)
+    caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
+    return call + caches + (0 if workload.cuda else _COLORS * count * workload.height * workload.width)
+
+
 def _engine_encode_bytes(workload: Workload) -> int:
     """Return the working set of the VAE encoder's engines; see `_engine_decode_bytes` and `encoder_step_bytes`."""
     spec, precision = workload.spec, workload.precision(VAE_ENCODER)
@@ -386,13 +406,8 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
     if name == IMAGE_ENCODER:
         images = _image_input(spec)
         return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
-    if name == VAE_ENCODER and on_engine:
-        return _engine_encode_bytes(workload)
     if name == VAE_ENCODER:
-        frames, *sides = workload.latent_shape[2:]
-        rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
-        clip = _encoded_clip(spec, (frames, rows, columns))
-        return _image_input(spec).vae.encode_bytes(*clip, DTYPE_BYTES[dtype])
+        return _encode_bytes(workload, strategy)
     if name == "vae":
         return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
     text_size = workload.text_bytes if strategy.offload in {"none", "model"} else 0

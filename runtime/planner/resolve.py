@@ -13,11 +13,19 @@ from typing import NamedTuple, TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
-from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Split, default_crf
-from runtime.core.request import ALL, AUTO, IDLE, OFF, UPSCALER, Auto, GenerationRequest
-from runtime.core.step_cache import MAGCACHE, NONE, computed_steps, is_scheduled, kind_of, with_strength
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Split, default_crf, skipped_steps
+from runtime.core.request import ALL, AUTO, IDLE, OFF, STRENGTH, UPSCALER, Auto, GenerationRequest
+from runtime.core.step_cache import (
+    MAGCACHE,
+    NONE,
+    computed_steps,
+    interpolated,
+    is_scheduled,
+    kind_of,
+    with_strength,
+)
 from runtime.machine.probe import Machine, seen_from
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
 from runtime.planner.choice.component_choice import Choice
 from runtime.planner.choice.engine_offers import ComponentOffers, EngineOffer, Offers, PyTorchPath, no_offers
@@ -137,6 +145,8 @@ class _Settings:
     """The values of a request's fields without "auto", and what follows from them alone. Names as in `ExecutionPlan`.
 
     Attributes:
+        strength: of the video that this one is made from.
+        skipped: the first steps that do not run, because of the strength.
         computed: by expert, the steps that are computed; the others reuse results of earlier ones.
         calls: by component, how often it runs.
     """
@@ -151,6 +161,8 @@ class _Settings:
     embedded_guidance: float | None
     seed: int
     shift: float | None
+    strength: float
+    skipped: int
     expert_steps: Mapping[str, int]
     prompts: int
     step_cache: str
@@ -173,9 +185,13 @@ class _Settings:
         guidance, guidance_2, embedded_guidance = _guidance(request, spec)
         clip.check_shift(request, spec)
         shift = clip.shift_override(request, spec)
-        expert_steps = clip.expert_steps(spec, steps, shift)
+        strength = _or(request.strength, STRENGTH)
+        skipped = 0 if spec.video is None else skipped_steps(steps, strength)
+        clip.check_strength(steps, skipped, strength)
+        every_step = clip.expert_steps(spec, steps, shift)
+        expert_steps = clip.without_first(every_step, skipped)
         prompts = clip.count_prompts(request, spec, frames, fps)
-        step_cache, mag_ratios, computed = _cached_steps(request, spec, expert_steps)
+        step_cache, mag_ratios, computed = _cached_steps(request, spec, every_step, expert_steps)
         return cls(
             width=width,
             height=height,
@@ -187,13 +203,20 @@ class _Settings:
             embedded_guidance=embedded_guidance,
             seed=secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed,
             shift=shift,
+            strength=strength,
+            skipped=skipped,
             expert_steps=expert_steps,
             prompts=prompts,
             step_cache=step_cache,
             mag_ratios=mag_ratios,
             computed=computed,
-            calls=calls_of(steps, guidance, guidance_2, computed, spec.sections(frames), prompts),
+            calls=calls_of(steps - skipped, guidance, guidance_2, computed, spec.sections(frames), prompts),
         )
+
+    @property
+    def denoising_steps(self) -> int:
+        """The steps that run."""
+        return self.steps - self.skipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,10 +280,10 @@ class _Placed:
 
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
-    for field in ("image", "last_image"):
+    for field in ("image", "last_image", "video"):
         missing = (getattr(request, field) is None) != (getattr(spec, field) is None)
-        assert not missing, "a spec without its request's images: see `models.requested`"
-    if spec.image is None and not (spec.image_input is not None and spec.image_input.required):
+        assert not missing, "a spec without its request's images and video: see `models.requested`"
+    if not spec.inputs and not (spec.image_input is not None and spec.image_input.required):
         spec = spec.for_text()
     machine = seen_from(context.machine, context.gpu)
     settings = _Settings.of(request, spec)
@@ -270,6 +293,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     @cache
     def offered(component: str) -> Sequence[EngineOffer]:
         left_out = request.backend(component) == PYTORCH and not context.compares
+        # Engines of the encoder are for an image and gray frames.
+        left_out = left_out or (component == VAE_ENCODER and spec.video is not None)
         return () if left_out else context.offers(component, latent_size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
@@ -342,6 +367,8 @@ def _plan(
         last_image=spec.last_image,
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
+        video=spec.video,
+        strength=settings.strength,
         request=request,
         model_directory=spec.location,
         model_version=spec.version,
@@ -371,7 +398,7 @@ def _step_flops(settings: _Settings, workload: memory_model.Workload) -> float:
     """Return the operations of one step, on average."""
     passes = sum(calls for name, calls in settings.calls.items() if is_transformer(name))
     forward = workload.spec.transformer.forward_flops(workload.tokens, workload.spec.max_sequence_length)
-    return forward * passes / (settings.steps * workload.sections)
+    return forward * passes / (settings.denoising_steps * workload.sections)
 
 
 def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) -> list[Fact]:
@@ -380,8 +407,9 @@ def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) 
     return [
         *clip.size_warnings(request, spec, width, height, settings.frames),
         *clip.image_warnings(request, spec, width, height),
+        *clip.video_warnings(request, spec, settings.frames, settings.fps),
         *clip.lora_warnings(request, spec, steps, max(settings.guidance, settings.guidance_2 or 0)),
-        *clip.shift_warnings(spec, steps, settings.shift, settings.expert_steps),
+        *clip.shift_warnings(spec, steps, settings.shift, clip.expert_steps(spec, steps, settings.shift)),
         *clip.unused_warnings(request, spec, max(settings.guidance, settings.guidance_2 or 0)),
     ]
 
@@ -405,6 +433,7 @@ def _components(
             weights_bytes=weights[name],
             reasons=(
                 *choices[name].reasons,
+                *_video_reason(name, settings, spec),
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
                 *placement.reasons(split, name),
             ),
@@ -495,19 +524,38 @@ def _check_step_cache(request: GenerationRequest, machine: Machine, offload: str
 
 
 def _cached_steps(
-    request: GenerationRequest, spec: ModelSpec, expert_steps: Mapping[str, int]
+    request: GenerationRequest, spec: ModelSpec, every_step: Mapping[str, int], expert_steps: Mapping[str, int]
 ) -> tuple[str, dict[str, tuple[float, ...]], dict[str, int]]:
     """Return the step cache with its strength, the magnitude ratios that it needs, and `computed_steps`.
+
+    Args:
+        every_step: steps of each expert with those that do not run.
+        expert_steps: those that run.
 
     Raises:
         InvalidRequestError: if it needs ratios, and the model has none.
     """
     step_cache, ratios = with_strength(request.step_cache), dict(spec.mag_ratios)
+    for name, steps in expert_steps.items():
+        if name in ratios and steps < every_step[name]:
+            ratios[name] = tuple(interpolated(ratios[name], every_step[name])[every_step[name] - steps :])
     if kind_of(step_cache) != MAGCACHE:
         ratios = {}
     elif not ratios:
         raise InvalidRequestError("step_cache", "planner.no_mag_ratios", model=spec.title, name=spec.name)
     return step_cache, ratios, computed_steps(step_cache, expert_steps, ratios)
+
+
+def _video_reason(component: str, settings: _Settings, spec: ModelSpec) -> tuple[Fact, ...]:
+    """Return why the encoder has no engine, and why a transformer does not run all steps."""
+    if spec.video is None:
+        return ()
+    if component == VAE_ENCODER:
+        return (Fact("planner.video_in_pytorch"),)
+    if not is_transformer(component):
+        return ()
+    data = {"strength": settings.strength, "run": settings.denoising_steps, "steps": settings.steps}
+    return (Fact("planner.steps_of_strength", data),)
 
 
 def _cache_reason(

@@ -69,6 +69,7 @@ class JobReplanner:
                 output=record.output,
                 image=spec.image,
                 last_image=spec.last_image,
+                video=spec.video,
                 loras=spec.loras,
             )
             moved = move_to_gpu(planned, gpu, machine, more_gpus)
@@ -87,12 +88,13 @@ class JobReplanner:
 
 
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
-    """Whether a plan is for a model's LoRAs and images; the files may be in another folder now."""
-    images = [None if image is None else image.digest for image in (plan.image, plan.last_image)]
-    loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]
-    return loras[0] == loras[1] and images == [
-        None if image is None else image.digest for image in (spec.image, spec.last_image)
+    """Whether a plan is for a model's LoRAs, images and video; the files may be in another folder now."""
+    inputs = [
+        [None if use is None else use.digest for use in (source.image, source.last_image, source.video)]
+        for source in (plan, spec)
     ]
+    loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]
+    return loras[0] == loras[1] and inputs[0] == inputs[1]
 
 
 def move_to_gpu(

@@ -501,11 +501,11 @@ def event_from_json(values: Mapping[str, Any], record: JobRecord) -> Event | Non
 def stored_request(request: GenerationRequest, plan: ExecutionPlan) -> dict[str, Any]:
     """Return the request as the store holds it: "auto" stays, the seed is fixed, and files do not depend on the folder.
 
-    A job uses its own copies of images.
+    A job uses its own copies of images and videos.
     """
     assert request.model == plan.model, "a plan for another request"
     path = Path(plan.model).expanduser()
     by_path = plan.model_directory in {path.resolve(), path.absolute()}
     model = str(plan.model_directory) if by_path else plan.model
-    images = {field: use.reference for field, use in plan.images.items()}
-    return request.to_json() | {"seed": plan.seed, "model": model, **images}
+    inputs = {field: use.reference for field, use in plan.inputs.items()}
+    return request.to_json() | {"seed": plan.seed, "model": model, **inputs}

@@ -60,7 +60,7 @@ def report(
     texts = [*(str(job.request.get(name) or "") for name in _PRIVATE), slug(job.prompt)]
     folders = [job.output.parent, cache_dir, ROOT, Path(sys.prefix), Path(sys.base_prefix), Path.home()]
     if job.plan is not None:
-        texts += [job.plan.prompt, job.plan.negative_prompt, *(use.name for use in job.plan.images.values())]
+        texts += [job.plan.prompt, job.plan.negative_prompt, *(use.name for use in job.plan.inputs.values())]
         folders += [job.plan.model_directory, *(use.path.parent for use in job.plan.loras)]
     scrubbed: dict[str, Any] = scrub(report, texts, [str(folder) for folder in folders])
     for place in (scrubbed["request"], (scrubbed["result"] or {}).get("request", {})):

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from runtime.core.events import Event, Planned
 from runtime.core.facts import Fact, render
-from runtime.core.images import ImageUse
+from runtime.core.images import InputFile
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.pipeline.files import PREVIEW, checkpoint_step, finished_clip
@@ -35,7 +35,7 @@ class PlanSummary:
     Attributes:
         width, height: of the frames that are decoded, in pixels.
         video_size: the same of the video, which may be upscaled.
-        images: by the request's field.
+        inputs: images and video, by the request's field.
         seconds: the likely time until the video is saved, if it is known.
     """
 
@@ -48,7 +48,7 @@ class PlanSummary:
     frames: int
     sections: int
     fps: int
-    images: Mapping[str, ImageUse]
+    inputs: Mapping[str, InputFile]
     seconds: float | None
 
     @classmethod
@@ -64,7 +64,7 @@ class PlanSummary:
             frames=plan.frames,
             sections=plan.sections,
             fps=plan.fps,
-            images=plan.images,
+            inputs=plan.inputs,
             seconds=plan.seconds["total"].likely if plan.seconds else None,
         )
 

@@ -213,7 +213,7 @@ def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> Generati
         if conflict is not None:
             raise InvalidRequestError("size", "server.api_excludes", name="size", other=conflict)
         fields["width"], fields["height"] = _size(values["size"])
-    for name in _IMAGES:
+    for name in (*_IMAGES, "video"):
         if fields.get(name) is not None:
             raise InvalidRequestError(name, "server.api_image")
     request = GenerationRequest.from_mapping({**fields, **images})

@@ -130,11 +130,13 @@ class Visitors:
         return use
 
     def _check_images(self, request: GenerationRequest, visitor: str) -> None:
-        """Check that a request names only images that the visitor has uploaded.
+        """Check that a request names only images that the visitor has uploaded, and no video.
 
         Raises:
-            InvalidRequestError: for a path, or another image.
+            InvalidRequestError: for a path, another image, or a video.
         """
+        if request.video is not None:
+            raise InvalidRequestError("video", "server.visitor_video")
         with self._lock:
             digests = set(self._images.get(visitor, ()))
         for field in ("image", "last_image"):

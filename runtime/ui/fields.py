@@ -131,12 +131,12 @@ def loras_text(stored: Any) -> str:
 
 
 def check_copies(request: GenerationRequest) -> None:
-    """Check that a request names images by their copies; a page cannot open files of its choice.
+    """Check that a request names images and videos by their copies; a page cannot open files of its choice.
 
     Raises:
         InvalidRequestError: for a path.
     """
-    for field in ("image", "last_image"):
+    for field in ("image", "last_image", "video"):
         file = getattr(request, field)
         if file is not None and parse_reference(file) is None:
             raise InvalidRequestError(field, "form.image_is_path", file=file[:60])

@@ -333,7 +333,7 @@ class HistoryPanel(JobsPanel):
             request=job.request if saved is None else saved.request,
             settings=job.request if saved is None else settings_of(saved),
             rows=rows,
-            images=used_images({} if job.plan is None else job.plan.images),
+            images=used_images({} if job.plan is None else job.plan.inputs),
             card=card,
             warning_lines=[]
             if saved is None

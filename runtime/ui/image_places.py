@@ -16,13 +16,14 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import PREFIX, ImageUse
+from runtime.core.images import PREFIX, ImageUse, InputFile
 from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.images import find_image, image_models, open_image
 from runtime.models.spec import ModelSpec
+from runtime.models.videos import open_picture
 from runtime.planner.requirements import fit
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
@@ -183,30 +184,30 @@ def picture(image: Image.Image) -> str:
 
 @dataclass(frozen=True)
 class UsedImage:
-    """An image that a job uses: the field's label, the file's name, and a thumbnail; empty if its copy is gone."""
+    """An image or a video that a job uses: the field's label, the file's name, and a thumbnail, if its copy exists."""
 
     label: str
     name: str
     picture: str
 
 
-def used_images(images: Mapping[str, ImageUse], *, pictures: bool = True) -> list[UsedImage]:
-    """Return the images of a job.
+def used_images(inputs: Mapping[str, InputFile], *, pictures: bool = True) -> list[UsedImage]:
+    """Return the images and the video of a job.
 
     Args:
-        images: by the request's field.
+        inputs: by the request's field.
         pictures: whether they are shown.
     """
     return [
         UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
-        for field, use in images.items()
+        for field, use in inputs.items()
     ]
 
 
 @lru_cache(maxsize=128)
-def _small_picture(use: ImageUse, exists: bool) -> str:
+def _small_picture(use: InputFile, exists: bool) -> str:
     try:
-        return _address(thumbnail(open_image(use))) if exists else ""
+        return _address(thumbnail(open_picture(use))) if exists else ""
     except TandemError:
         return ""
 

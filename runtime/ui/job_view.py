@@ -466,7 +466,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         ],
         summary=_summary(saved),
         rows=rows,
-        images=used_images(job.summary.images, pictures=audience.panels),
+        images=used_images(job.summary.inputs, pictures=audience.panels),
         reasons=backend_reasons(saved, job.plan),
         plain="" if plain is None else file_url(plain),
         plain_name="" if plain is None else plain.name,

@@ -230,7 +230,7 @@ class QueuePanel(JobsPanel):
             plan = job.summary
             size = formatting.size(*plan.video_size)
             facts = f"Seed {plan.seed} · {size} · {plan.frames / plan.fps:.1f} s"
-        images = [] if job is None else used_images(job.summary.images, pictures=record.owner is None)
+        images = [] if job is None else used_images(job.summary.inputs, pictures=record.owner is None)
         facts = " · ".join(filter(None, (facts, *(image.name for image in images))))
         width, height = proportions(record) if job is None else (job.summary.width, job.summary.height)
         return Row(

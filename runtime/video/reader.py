@@ -1,23 +1,30 @@
 """Reads the frames of any video file with ffmpeg, a few at a time: memory does not depend on the length.
 
 Frames are upright, with square pixels, at a constant rate, 8 bits of RGB. A file is untrusted: ffmpeg opens no other
-files and no network, knows only the formats of containers, and its first frame is checked before all are read.
+files and no network, knows only the formats of containers, and its first frame is checked before all are read. ffmpeg
+is killed when it takes too much memory, or too long for a part, and within a tenth of a second when it is cancelled.
 """
 
 import re
 import subprocess
 import tempfile
-from collections.abc import Generator
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
+import psutil
 
+from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.untrusted_files import NotRegularFileError, open_file
 from runtime.video.mp4 import find_ffmpeg
+
+Result = TypeVar("Result")
 
 COLORS = 3
 # The most pixels of a frame, and the longest side.
@@ -27,7 +34,11 @@ _LEAST_SIDE = 2
 _MAX_RATE = 240
 # Of a file that ffmpeg cannot tell.
 _COMMON_RATE = Fraction(25)
-_PROBE_SECONDS = 60.0
+# Without a frame for so long, a video cannot be read. A busy machine needs more than ffmpeg alone.
+_WAIT_SECONDS = 60.0
+# Of ffmpeg: a decoder keeps up to 17 frames, and one for each of its threads; the largest has 50 MB in 8 bits.
+_MEMORY_BYTES = 4 << 30
+_POLL_SECONDS = 0.05
 _LOG_BYTES = 1 << 16
 # ffmpeg's formats of containers. Playlists, which name other files, images and raw streams are not among them.
 _FORMATS = (
@@ -83,14 +94,124 @@ def input_options(path: Path) -> list[str]:
     return [*limits, "-i", f"file:{path.absolute()}"]
 
 
-def read_info(path: Path, field: str = "file") -> VideoInfo:
+class _Decoder:
+    """ffmpeg in a process of its own; use as a context manager, which ends it.
+
+    Args:
+        path, field: the video, and the argument that names it, for errors.
+        options: of ffmpeg, after those of the input.
+        check: called many times a second on a thread of its own; an exception that it raises ends ffmpeg, and `wait`
+            raises it again.
+        level: which messages of ffmpeg are logged.
+
+    Raises:
+        MachineError: if there is no ffmpeg.
+    """
+
+    def __init__(
+        self, path: Path, field: str, options: Sequence[str], check: Callable[[], None], level: str = "error"
+    ) -> None:
+        limits = ["-v", level, "-hide_banner", "-nostdin", "-max_pixels", str(_MAX_PIXELS)]
+        self._command = [find_ffmpeg(), *limits, *input_options(path), "-map", "0:V:0", *options]
+        self._path, self._field, self._check = path, field, check
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `__exit__`
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self._reads_since: float | None = None
+
+    def __enter__(self) -> "_Decoder":
+        """Start ffmpeg."""
+        # In its own process group, so that Ctrl-C reaches only this process.
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self._output = cast("IO[bytes]", self._process.stdout)
+        self._guard = threading.Thread(target=self._watch, name="video-reader", daemon=True)
+        self._guard.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End ffmpeg."""
+        self._process.kill()
+        self._end()
+        self._output.close()
+        self._log.close()
+
+    @property
+    def log(self) -> str:
+        """What ffmpeg reported; wait for its end before."""
+        self._log.seek(0)
+        return self._log.read(_LOG_BYTES).decode("utf-8", "replace")
+
+    def read_line(self) -> bytes:
+        """Return the next line of its output; empty at the end."""
+        return self._timed(lambda output: output.readline(_LOG_BYTES))
+
+    def read_into(self, data: bytearray) -> int:
+        """Fill `data` from its output; return how many bytes there were."""
+        return self._timed(lambda output: int(cast("Any", output).readinto(data)))
+
+    def _timed(self, read: Callable[[IO[bytes]], Result]) -> Result:
+        """Read within the limit of time, which does not run while frames are used."""
+        self._reads_since = time.monotonic()
+        try:
+            return read(self._output)
+        finally:
+            self._reads_since = None
+
+    def wait(self) -> int:
+        """Wait for ffmpeg's end; return its exit code.
+
+        Raises:
+            InvalidRequestError: if it was ended at a limit.
+        """
+        code = self._end()
+        if self._error is not None:
+            raise self._error
+        return code
+
+    def _end(self) -> int:
+        code = self._process.wait()
+        self._ended.set()
+        self._guard.join()
+        return code
+
+    def _watch(self) -> None:
+        """Kill ffmpeg at a limit."""
+        try:
+            while not self._ended.wait(_POLL_SECONDS) and self._process.poll() is None:
+                self._check()
+                self._check_limits()
+        except BaseException as error:  # raised on the reading thread
+            self._error = error
+            self._process.kill()
+
+    def _check_limits(self) -> None:
+        since = self._reads_since
+        if since is not None and time.monotonic() - since > _WAIT_SECONDS:
+            raise InvalidRequestError(self._field, "source.slow", file=self._path.name, seconds=_WAIT_SECONDS)
+        try:
+            used = psutil.Process(self._process.pid).memory_info().rss
+        except psutil.Error:  # it has ended
+            return
+        if used > _MEMORY_BYTES:
+            raise InvalidRequestError(self._field, "source.memory", file=self._path.name, most=_MEMORY_BYTES)
+
+
+def read_info(path: Path, field: str = "file", check: Callable[[], None] = never) -> VideoInfo:
     """Decode the first frame of a video; return what it has.
 
     Args:
         field: the argument that names the file, for errors.
+        check: called many times a second, by another thread; an exception that it raises ends the reading.
 
     Raises:
-        InvalidRequestError: if the file cannot be read, is no video, has no frames, is HDR, or has too large frames.
+        InvalidRequestError: if the file cannot be read, is no video, has no frames, is HDR, has too large frames, or
+            takes too much time or memory.
         MachineError: if there is no ffmpeg.
     """
     try:
@@ -103,17 +224,11 @@ def read_info(path: Path, field: str = "file") -> VideoInfo:
         raise InvalidRequestError(field, "source.unreadable", file=path, reason=reason) from error
     if empty:
         raise InvalidRequestError(field, "source.empty", file=path.name)
-    command = [find_ffmpeg(), "-hide_banner", "-nostdin", "-max_pixels", str(_MAX_PIXELS), *input_options(path)]
-    command += ["-map", "0:V:0", "-vf", _filters(""), "-frames:v", "1", "-fps_mode", "cfr"]
-    command += ["-c:v", "rawvideo", "-pix_fmt", "rgb24", "-f", "framecrc", "-"]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=_PROBE_SECONDS
-        )
-    except subprocess.TimeoutExpired as error:
-        raise InvalidRequestError(field, "source.slow", file=path.name, seconds=_PROBE_SECONDS) from error
-    log, out = done.stderr[:_LOG_BYTES].decode("utf-8", "replace"), done.stdout.decode("utf-8", "replace")
-    return _info(path, field, log, out)
+    options = ["-vf", _filters(""), "-frames:v", "1", "-fps_mode", "cfr", "-c:v", "rawvideo", "-pix_fmt", "rgb24"]
+    with _Decoder(path, field, [*options, "-f", "framecrc", "-"], check, "info") as decoder:
+        out = b"".join(iter(decoder.read_line, b"")).decode("utf-8", "replace")
+        decoder.wait()
+        return _info(path, field, decoder.log, out)
 
 
 def _info(path: Path, field: str, log: str, out: str) -> VideoInfo:
@@ -172,46 +287,76 @@ def _filters(matrix: str) -> str:
     return f"scale=w={width}:h=ih:flags=accurate_rnd+full_chroma_int+bicubic{matrix},setsar=1"
 
 
-def read_video(info: VideoInfo, count: int) -> Generator[np.ndarray, None, str]:
+def count_frames(
+    info: VideoInfo, rate: Fraction, most: int, field: str = "file", check: Callable[[], None] = never
+) -> int:
+    """Return how many frames a video has at a rate, at most `most`; `read_video` reads as many.
+
+    Args:
+        field, check: see `read_info`.
+
+    Raises:
+        InvalidRequestError: if it has none, or takes too much time or memory.
+    """
+    # Without flushing, hundreds of frames may pass before a line is written.
+    options = ["-vf", _nearest(rate), "-fps_mode", "passthrough", "-frames:v", str(most)]
+    options += ["-f", "framecrc", "-flush_packets", "1", "-"]
+    with _Decoder(info.path, field, options, check) as decoder:
+        frames = sum(not line.startswith(b"#") for line in iter(decoder.read_line, b""))
+        decoder.wait()
+    if not frames:
+        raise InvalidRequestError(field, "source.no_frames", file=info.path.name)
+    return frames
+
+
+def read_video(
+    info: VideoInfo,
+    count: int,
+    *,
+    rate: Fraction | None = None,
+    most: int | None = None,
+    field: str = "file",
+    check: Callable[[], None] = never,
+) -> Generator[np.ndarray, None, str]:
     """Yield the frames of a video, at most `count` at a time: (n, height, width, 3) uint8.
+
+    Args:
+        rate: frames per second, those nearest in time; by default, the video's own.
+        most: the most frames; by default, all.
+        field, check: see `read_info`.
 
     Returns:
         What ffmpeg reported; empty unless a part of the file is damaged.
 
     Raises:
-        InvalidRequestError: if no frame can be read.
+        InvalidRequestError: if no frame can be read, or it takes too much time or memory.
         MachineError: if there is no ffmpeg.
     """
-    command = [find_ffmpeg(), "-v", "error", "-nostdin", "-max_pixels", str(_MAX_PIXELS), *input_options(info.path)]
-    command += ["-map", "0:V:0", "-vf", _filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
-    command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "pipe:1"]
+    if rate is None:
+        options = ["-vf", _filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
+    else:
+        options = ["-vf", f"{_nearest(rate)},{_filters(info.matrix)}", "-fps_mode", "passthrough"]
+    options += [] if most is None else ["-frames:v", str(most)]
     size = info.width * info.height * COLORS
     any_frames = False
-    # In its own process group, so that Ctrl-C reaches only this process.
-    with (
-        tempfile.TemporaryFile() as log,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True
-        ) as process,
-    ):
-        pipe = cast("Any", process.stdout)
-        try:
-            while True:
-                data = bytearray(size * count)
-                whole = pipe.readinto(data) // size
-                if not whole:
-                    break
-                any_frames = True
-                frames = np.frombuffer(data, np.uint8, whole * size)
-                yield frames.reshape(whole, info.height, info.width, COLORS)
-        except BaseException:
-            process.kill()
-            raise
-        process.wait()
-        log.seek(0)
-        lines = log.read(_LOG_BYTES).decode("utf-8", "replace").strip().splitlines()
+    with _Decoder(info.path, field, [*options, "-f", "rawvideo", "-pix_fmt", "rgb24", "pipe:1"], check) as decoder:
+        while True:
+            data = bytearray(size * count)
+            whole = decoder.read_into(data) // size
+            if not whole:
+                break
+            any_frames = True
+            frames = np.frombuffer(data, np.uint8, whole * size)
+            yield frames.reshape(whole, info.height, info.width, COLORS)
+        code = decoder.wait()
+        lines = decoder.log.strip().splitlines()
     if not any_frames:
-        raise InvalidRequestError("file", "source.no_frames", file=info.path.name)
+        raise InvalidRequestError(field, "source.no_frames", file=info.path.name)
     if lines:
         return _PART_OF_FFMPEG.sub("", lines[-1])
-    return "" if process.returncode == 0 else f"ffmpeg ended with {process.returncode}"
+    return "" if code == 0 else f"ffmpeg ended with {code}"
+
+
+def _nearest(rate: Fraction) -> str:
+    """Return the filter that gives a video another constant rate, with the frames nearest in time."""
+    return f"fps={rate}"

@@ -20,6 +20,7 @@ from tests.cli.refusals import check_refusals, refused
 from tests.facts import fact
 from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, encoded, picture, saved
+from tests.video.test_reader import H264, make
 
 Tiny = Callable[[str], ModelSpec]
 SMALL = ["--frames", "5", "--steps", "1", "--seed", "3"]
@@ -163,3 +164,32 @@ def test_a_job_keeps_its_image(
     os.remove(tmp_path / "boat.png")  # noqa: PTH107 - the current folder
     again = answered(["generate", "a boat", "--image", made["request"]["image"], *SMALL], capsys)
     assert again["plan"]["images"] == made["plan"]["images"]
+
+
+def test_a_video_is_refused_planned_and_changed(
+    spec: ModelSpec, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    clip = make(tmp_path / "clip.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=24:duration=0.5"))
+    (tmp_path / "text.mp4").write_text("a boat")
+    video, image = ["--video", str(clip)], ["--image", str(saved(tmp_path / "boat.png"))]
+    check_refusals(
+        [
+            (["--video", str(tmp_path / "text.mp4")], "source.no_video", {"field": "video", "file": "text.mp4"}),
+            ([*video, *image], "source.with_image", {"field": "video"}),
+            ([*video, "--frames", "25"], "planner.video_too_short", {"field": "frames", "frames": 12, "able": 9}),
+            ([*video, "--strength", "0"], "request.out_of_range", {"field": "strength"}),
+        ],
+        capsys,
+        subtests,
+        ["plan", "a boat"],
+    )
+    arguments = ["a boat", *video, "--steps", "4", "--strength", "0.5", "--seed", "3"]
+    planned = answered(["plan", *arguments], capsys)
+    assert (planned["request"]["frames"], planned["plan"]["skipped_steps"]) == (9, 2)
+    assert not images_dir(cache_dir).exists()
+    saved_video = answered(["generate", *arguments], capsys)
+    clip.unlink()
+    (job,) = open_store(cache_dir).list()
+    assert job.request["video"] == saved_video["request"]["video"]
+    again = answered(["generate", *arguments[:1], "--video", job.request["video"], *arguments[3:]], capsys)
+    assert again["request"] == saved_video["request"] and Path(again["video"]).is_file()

@@ -67,6 +67,8 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "image": (None, IMAGE),
     "last_image": (None, IMAGE),
     "image_fit": ("crop", st.sampled_from(["crop", "fit", ""]) | JSON),
+    "video": (None, IMAGE),
+    "strength": (0.6, st.sampled_from([0.6, 1, 0, "auto", 1.5]) | JSON),
     "image_position": ("center", st.sampled_from(["center", "top", "0.2,0.8"]) | JSON),
 }
 

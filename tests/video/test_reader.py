@@ -9,7 +9,7 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError
 from runtime.video.mp4 import VideoWriter, find_ffmpeg
-from runtime.video.reader import VideoInfo, read_info, read_video
+from runtime.video.reader import VideoInfo, count_frames, read_info, read_video
 
 PICTURE = ("-f", "lavfi", "-i", "testsrc=size=32x24:rate=30000/1001:duration=1")
 TONE = ("-f", "lavfi", "-i", "sine=duration=1")
@@ -73,6 +73,11 @@ def test_videos_of_all_kinds_are_read(tmp_path: Path, subtests: pytest.Subtests)
             assert info.frames is not None
             assert abs(len(frames) - info.frames) <= 1
             assert damage == ""
+            # At another rate, the frames nearest in time.
+            ten = list(read_video(info, 7, rate=Fraction(10)))
+            assert sum(map(len, ten)) == count_frames(info, Fraction(10), 1000)
+            assert abs(sum(map(len, ten)) - count / wanted * 10) <= 1
+            assert count_frames(info, Fraction(10), 4) == sum(map(len, read_video(info, 3, rate=Fraction(10), most=4)))
 
 
 def test_frames_have_the_colors_that_were_written(tmp_path: Path) -> None:

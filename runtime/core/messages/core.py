@@ -77,8 +77,11 @@ MESSAGES: Mapping[str, Message] = {
     "request.image_file": Message(
         "{field:setting} is not a file's name: {value}.", "Give the path of an image, such as a PNG or JPEG."
     ),
-    "request.image_reference": Message(
-        "{field:setting} is {value}, which names no image.", "Give a path, or sha256: and 64 hexadecimal digits."
+    "request.video_file": Message(
+        "{field:setting} is not a file's name: {value}.", "Give the path of a video, such as an MP4."
+    ),
+    "request.input_reference": Message(
+        "{field:setting} is {value}, which names no file.", "Give a path, or sha256: and 64 hexadecimal digits."
     ),
     "lora.not_a_list": Message("{field:setting} is {value}.", 'Give a list, as in ["style", "high=fast:0.8"].'),
     "lora.too_many": Message("{count} LoRAs are too many.", "Give at most {most}."),

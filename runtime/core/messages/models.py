@@ -287,6 +287,28 @@ _IMAGES: Mapping[str, Message] = {
     "image.required": Message("{model} makes videos from an image only.", "Give one with {set[image]}."),
 }
 
+_VIDEOS: Mapping[str, Message] = {
+    "source.changed": Message("The video {file} has changed since the job was planned.", "Start a new job."),
+    "source.copy_missing": Message(
+        "The copy of the video {file} is no longer in the cache folder.", "Give the video's file again."
+    ),
+    "source.disk_full": Message(
+        "The disk is full: the video was not copied to {folder}.", "Free some disk space and try again."
+    ),
+    "source.file_too_large": Message(
+        "{file} is larger than {most:bytes}.", "Cut out the part to start from with another program, and give that."
+    ),
+    "source.gone": Message("The video {file} cannot be read any more.", "Start a new job."),
+    "source.model_without": Message("{model} does not start from a video.", "Select one of {models:list}."),
+    "source.no_model": Message("{model} does not start from a video.", "Leave the video out."),
+    "source.shorter": Message(
+        "{file} has {frames:n frame} now, and {planned} were planned.", "Copy the video again and start a new job."
+    ),
+    "source.with_image": Message(
+        "A video starts from an image or from a video, not from both.", "Leave one of them out."
+    ),
+}
+
 _LORA_AGAIN = "Copy or download the LoRA again."
 _OTHER_LORA = "Choose one that was made for this model."
 
@@ -432,4 +454,6 @@ _LATENTS: Mapping[str, Message] = {
     ),
 }
 
-MESSAGES: Mapping[str, Message] = {**_HUB, **_FILES, **_IMAGES, **_LORA, **_SCHEDULER, **_QUANTIZATION, **_LATENTS}
+MESSAGES: Mapping[str, Message] = {
+    **_HUB, **_FILES, **_IMAGES, **_VIDEOS, **_LORA, **_SCHEDULER, **_QUANTIZATION, **_LATENTS,
+}  # fmt: skip

@@ -190,6 +190,14 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.too_long": Message(
         "{set[seconds]} is {value}; {model} makes at most {able} s at {fps} frames per second.", "Use {able}."
     ),
+    "planner.video_too_short": Message(
+        "{field:setting} is {value}; the video {video} has {frames:n frame} at {fps} frames per second.",
+        "Use at most {set[frames]} {able}, or leave out the length.",
+    ),
+    "planner.strength_without_steps": Message(
+        "Strength {strength:g} leaves none of {steps:n step} to run.",
+        "Use {set[strength]} {able:g}, or more steps.",
+    ),
     "planner.too_large": Message("{field:setting} is {value}; {model} supports at most {most}.", "Use {most}."),
     "planner.no_usable_gpus": Message(
         "{wanted} GPUs were requested; none can be used: {cause:clause}.", "Use {set[gpus=1]}."
@@ -371,6 +379,8 @@ _REASONS: Mapping[str, Message] = {
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
     "planner.graphed": Message("Calls are CUDA graphs, because starting kernels takes longer than running them."),
     "planner.shift_asked": Message("Shift {shift:g}, as requested{others:appended}."),
+    "planner.video_in_pytorch": Message("PyTorch: engines encode images, and no videos."),
+    "planner.steps_of_strength": Message("Strength {strength:g} runs the last {run} of {steps:n step}."),
     "planner.guidance_of_images": Message(
         "Guidance {scales:list}: the model's own for videos from images, instead of {usual:list}."
     ),
@@ -394,6 +404,16 @@ _WARNINGS: Mapping[str, Message] = {
     ),
     "planner.last_image_cut": Message(
         "{percent} % of the last image {image} is cut off at {size}. {set[image_fit=fit]} shows all of it."
+    ),
+    "planner.video_cut": Message(
+        "{percent} % of the video {image} is cut off at {size}. {suggested} has its proportions; "
+        "{set[image_fit=fit]} shows all of it."
+    ),
+    "planner.video_first_part": Message(
+        "The first {seconds:.1f} s of the video {video} are used, of {whole:.1f} s. {set[seconds]} sets another length."
+    ),
+    "planner.video_incomplete": Message(
+        "Only {seconds:.1f} s of the video {video} are used: the rest of {whole:.1f} s is missing or damaged."
     ),
     "planner.unusual_size": Message(
         f"{{model}} was not made for {{size}}: {_LOWER_QUALITY}. Its sizes: {{sizes:list}}."

@@ -20,6 +20,7 @@ MESSAGES: Mapping[str, Message] = {
     "server.visitor_image_unknown": Message(
         "{field:setting} is not an image that you uploaded since you logged in.", "Upload the image first."
     ),
+    "server.visitor_video": Message("Visitors cannot start from a video.", "Leave the video out."),
     "server.images_full": Message("Visitors have uploaded too many images.", "Try again in an hour."),
     "server.disk_full": Message(
         "The disk of this server is nearly full.", "Ask the person who shared it to free some space."

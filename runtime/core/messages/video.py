@@ -48,7 +48,11 @@ MESSAGES: Mapping[str, Message] = {
     "source.path_unreadable": Message("FILE is empty or unreadable.", "Give the path of a video."),
     "source.empty": Message("{file} is empty.", "Copy or download the video again."),
     "source.slow": Message(
-        "Reading the first frame of {file} takes more than {seconds:.0f} seconds.",
+        "Reading a frame of {file} takes more than {seconds:.0f} seconds.",
+        "Convert the video to an MP4 with another program first.",
+    ),
+    "source.memory": Message(
+        "Reading {file} takes more than {most:bytes} of memory.",
         "Convert the video to an MP4 with another program first.",
     ),
     "source.only_sound": Message("{file} has sound, but no frames.", "Give a file with a video."),

@@ -200,9 +200,9 @@ class VaeSpec:
         )
         return round(element_bytes * convolution) + self.cache_bytes(height, width, element_bytes)
 
-    def encode_flops(self, frames: int, height: int, width: int) -> float:
+    def encode_flops(self, frames: int, height: int, width: int, *, video: bool = False) -> float:
         """Return the operations of encoding one image: images are encoded alone, whatever `frames` is."""
-        del frames
+        del frames, video
         dims, in_space = self.block_out_channels, self.scale_factor_spatial.bit_length() - 1
         positions = height * width
         total = 2.0 * _KERNEL * positions * 3 * dims[0]

@@ -151,13 +151,13 @@ class VaeSpec:
     patch_size: Annotated[int, up_to(64)] = 1
     is_residual: bool = False
 
-    def encode_flops(self, frames: int, height: int, width: int) -> float:
-        """Return the operations of encoding an image and gray frames; a last image adds a tenth."""
+    def encode_flops(self, frames: int, height: int, width: int, *, video: bool = False) -> float:
+        """Return the operations of encoding a video, or an image and gray frames; a last image adds a tenth."""
         h, w, t = height // self.patch_size, width // self.patch_size, frames
         dims = [self.base_dim * m for m in (1, *self.dim_mult)]
         total = 0.0
         for level, (before, out) in enumerate(itertools.pairwise(dims)):
-            computed = min(t, _COMPUTED_FRAMES[min(level, len(_COMPUTED_FRAMES) - 1)])
+            computed = t if video else min(t, _COMPUTED_FRAMES[min(level, len(_COMPUTED_FRAMES) - 1)])
             convolutions = before * out + out * out * (2 * self.num_res_blocks - 1)
             total += 2.0 * _KERNEL * computed * h * w * convolutions
             if level < len(self.dim_mult) - 1:
@@ -178,7 +178,7 @@ class VaeSpec:
         return values * (5 * element_bytes + lifted)
 
     def encoder_cache_bytes(self, height: int, width: int, element_bytes: int) -> int:
-        """Return the bytes that one step of the encoder's engines passes to the next: two frames of each convolution.
+        """Return the bytes that one step of the encoder passes to the next: two frames of each convolution.
 
         Where time is halved, it is one frame.
         """
@@ -446,6 +446,7 @@ class WanFamily(Family):
             encoders={"text_encoder": _TEXT_ENCODER.validate_python(model.configs["text_encoder"]).spec},
             programs=_programs(model.experts, image_input),
             image_input=image_input,
+            video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
             **_with_sizes(card, model.sizes),
@@ -471,9 +472,13 @@ def _spec(
     programs = _programs(len(configs.experts), configs.image_input)
     if VAE_ENCODER in programs and "vae" in files:
         files = {**files, VAE_ENCODER: files["vae"]}
+    of_files = {**files, VAE_ENCODER: files["vae"]} if "vae" in files else files
     counted = {
-        part: _parameters_of(files[part], part) if part in files else _parameters(directory, part) for part in programs
+        part: _parameters_of(of_files[part], part) if part in of_files else _parameters(directory, part)
+        for part in (*programs, VAE_ENCODER)
     }
+    if not counted[VAE_ENCODER]:  # some files of VAEs only decode
+        del counted[VAE_ENCODER]
     return ModelSpec(
         family="wan",
         name=name,
@@ -489,6 +494,7 @@ def _spec(
         encoders={"text_encoder": configs.text_encoder},
         programs=programs,
         image_input=configs.image_input,
+        video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
         flow_shift=configs.flow_shift,
         noise=noise_levels(configs.scheduler),
@@ -619,6 +625,14 @@ def _image_input(
         )
     fits = expand_timesteps and transformer.in_channels == vae.z_dim and transformer.image_dim is None
     return ImageInput(kind="first_frame", vae=vae, required=False) if fits else None
+
+
+def _video_input(transformer: TransformerSpec, vae: VaeSpec, parameters: Mapping[str, int]) -> VaeSpec | None:
+    """Return the encoder of a video that the model starts from, as `WanVideoToVideoPipeline` does; `None` if it cannot.
+
+    Such a model denoises latents without those of images beside them.
+    """
+    return vae if VAE_ENCODER in parameters and transformer.in_channels == vae.z_dim else None
 
 
 def _programs(experts: int, image_input: ImageInput | None) -> dict[str, tuple[str, ...]]:

@@ -1,9 +1,9 @@
-"""Wan's VAE encoder on diffusers' modules, for clips whose frames are mostly equal, such as an image and gray frames.
+"""Wan's VAE encoder on diffusers' modules, for videos and for clips whose frames are mostly equal.
 
-Equal to `AutoencoderKLWan._encode` up to rounding. A convolution in time sees the two frames before each frame, so
-after a few equal frames its output is constant too. Only frames that differ are computed: of an image and 80 gray
-frames, 12 in the first and largest level, 20 in the second. So few frames are fastest in PyTorch's own layout: with the
-decoder's kernels, an H200 takes a fifth longer.
+A video is encoded as by `AutoencoderKLWan._encode`. Of an image and gray frames, only frames that differ are computed,
+with an equal result up to rounding: a convolution in time sees the two frames before each frame, so after a few equal
+frames its output is constant too. Of an image and 80 gray frames, those are 12 in the first and largest level, 20 in
+the second. So few frames are fastest in PyTorch's own layout: with the decoder's kernels, an H200 takes a fifth longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,16 +83,29 @@ class PyTorchVideoEncoder(PyTorchVaePart):
     @torch.no_grad()
     def latents(self, images: Sequence[torch.Tensor], frames: int, tile: int | None = None) -> torch.Tensor:
         """See `VideoEncoder`; tiles overlap by a quarter, and are blended as in decoding."""
+        return self._in_tiles(
+            images[0].shape[1:], tile, lambda y, x: self._whole([image[:, y, x] for image in images], frames)
+        )
+
+    @torch.no_grad()
+    def video_latents(self, video: torch.Tensor, tile: int | None, check: Callable[[], None]) -> torch.Tensor:
+        """See `VideoEncoder`; a tile is encoded for the whole video before the next one starts."""
+        return self._in_tiles(video.shape[1:3], tile, lambda y, x: self._video(video[:, y, x], check))
+
+    def _in_tiles(
+        self, size: Sequence[int], tile: int | None, encode: Callable[[slice, slice], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the latents of frames of a size, blended from those that `encode` returns of each tile's pixels."""
         scale: int = self._vae.config.scale_factor_spatial
-        height, width = (side // scale for side in images[0].shape[1:])
+        height, width = (side // scale for side in size)
         if tile is None or max(height, width) <= tile:
-            return self._whole(images, frames)
+            return encode(slice(None), slice(None))
         rows, columns = spans(height, tile), spans(width, tile)
         blended: torch.Tensor | None = None
         for row, down in zip(rows, blend_weights(rows, 1), strict=True):
             for column, across in zip(columns, blend_weights(columns, 1), strict=True):
                 y, x = (slice(span.start * scale, span.end * scale) for span in (row, column))
-                part = self._whole([image[:, y, x] for image in images], frames)
+                part = encode(y, x)
                 if blended is None:
                     blended = part.new_zeros((*part.shape[:3], height, width))
                 share = (down[:, None] * across).to(part.device)
@@ -106,14 +119,32 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         start = torch.cat([first, torch.zeros_like(first)], dim=2) if gray > 0 else first
         clip = Clip(start, max(gray - 1, 0), last[0] if last else None)
         moments = self._vae.quant_conv(self._steps(clip))
-        # The mean of the distribution, as in `WanImageToVideoPipeline`.
+        return self._normalized(moments)
+
+    def _video(self, video: torch.Tensor, check: Callable[[], None]) -> torch.Tensor:
+        """Return the latents of a video, encoded one latent frame at a time, as `AutoencoderKLWan._encode` does."""
+        encoder, group = self._vae.encoder, self._vae.config.scale_factor_temporal
+        # The last frames of each convolution's input, which the encoder replaces.
+        caches: list[Any] = [None] * sum(type(module) is type(encoder.conv_in) for module in encoder.modules())
+        latents = []
+        for frames in (video[:1], *video[1:].split(group)):
+            check()
+            pixels = frames.to(self._mean.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+            encoded = encoder(self._patched(pixels.to(self._dtype)), feat_cache=caches, feat_idx=[0])
+            latents.append(self._normalized(self._vae.quant_conv(encoded)))
+        return torch.cat(latents, dim=2)
+
+    def _normalized(self, moments: torch.Tensor) -> torch.Tensor:
+        # The mean of the distribution, as in diffusers' pipelines.
         mean: torch.Tensor = moments[:, : self._mean.shape[1]].float()
         return (mean - self._mean) / self._std
 
     def _frame(self, image: torch.Tensor) -> torch.Tensor:
-        frame = image.to(self._mean.device, self._dtype)[None, :, None]
+        return self._patched(image.to(self._mean.device, self._dtype)[None, :, None])
+
+    def _patched(self, frames: torch.Tensor) -> torch.Tensor:
         size = self._vae.config.patch_size
-        patched: torch.Tensor = frame if size is None else patchify(frame, size)
+        patched: torch.Tensor = frames if size is None else patchify(frames, size)
         return patched
 
 

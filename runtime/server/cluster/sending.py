@@ -1,4 +1,4 @@
-"""Sends what a job needs to a node that lacks it: model, LoRAs, images, engines, and the job's progress."""
+"""Sends what a job needs to a node that lacks it: model, LoRAs, images, video, engines, and the job's progress."""
 
 import contextlib
 import logging
@@ -76,8 +76,7 @@ class Sender:
                 model = self._send_model(spec)
                 loras = self._entries({f"{use.digest[:16]}/{use.path.name}": use.path for use in spec.loras})
                 self._send("lora", "loras", loras)
-                images = [image for image in (spec.image, spec.last_image) if image is not None]
-                self._send("image", "images", transfer.entries({image.digest: image.path for image in images}, None))
+                self._send("image", "images", transfer.entries({use.digest: use.path for use in spec.inputs}, None))
                 self._send_engines(spec, model)
             self._send("job", record.id, transfer.entries(transfer.job_files(store.folder(record.id)), None))
         except OSError as error:

@@ -1,0 +1,258 @@
+"""Video files that a video is made from: find and check them, keep a copy, and add one to a model's spec. No torch.
+
+Copies are in the folder of images' copies (`models.images`), and are found, sent and removed as those are.
+"""
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable, Hashable, Iterator
+from fractions import Fraction
+from pathlib import Path
+from stat import S_ISREG
+from typing import NamedTuple, TypeVar
+
+from PIL import Image
+
+from runtime.core.cancel import never
+from runtime.core.digests import sha256
+from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.files import replace_file
+from runtime.core.images import InputFile, VideoUse, parse_reference
+from runtime.core.locks import held
+from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.untrusted_files import open_file
+from runtime.models.images import DISK_FULL, LOCK, all_models, images_dir, open_image
+from runtime.models.spec import ModelSpec
+from runtime.video.reader import VideoInfo, count_frames, read_info, read_video
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+FIELD = "video"
+MAX_FILE_BYTES = 1 << 30
+# A copy that is used again is new again, but not each time: its digest is known by its time.
+_TOUCHED_SECONDS = 3600.0
+_PART_BYTES = 1 << 20
+# The most entries of each of the dictionaries below.
+_MOST_ENTRIES = 256
+
+
+class _Stamp(NamedTuple):
+    """A file as it was when it was read."""
+
+    path: Path
+    inode: int
+    size: int
+    modified: int
+
+
+class _Counted(NamedTuple):
+    """The frames of a video at a rate, counted up to `most`."""
+
+    info: VideoInfo
+    frames: int
+    most: int
+
+
+# What was read of files: a form asks for a plan with each change.
+_DIGESTS: dict[_Stamp, str] = {}
+_COUNTED: dict[tuple[str, int], _Counted] = {}
+
+
+def with_video(
+    spec: ModelSpec,
+    request: GenerationRequest,
+    weights_dir: Path,
+    cache_dir: Path | None,
+    *,
+    keep: bool = True,
+    check: Callable[[], None] = never,
+) -> ModelSpec:
+    """Return a model with the video of a request, checked and copied; the same model if the request has none.
+
+    Args:
+        cache_dir, keep, check: see `models.images.with_images`.
+
+    Raises:
+        InvalidRequestError: if the video cannot be read, the model does not start from one, or there is an image too.
+        MachineError: if there is no ffmpeg.
+        OutputError: if the disk is too full for a copy.
+    """
+    if request.video is None:
+        return spec
+    if request.image is not None or request.last_image is not None:
+        raise InvalidRequestError(FIELD, "source.with_image")
+    if spec.video_input is None:
+        able = [model.name for model in all_models(weights_dir) if model.video_input is not None]
+        code = "source.model_without" if able else "source.no_model"
+        raise InvalidRequestError(FIELD, code, model=spec.title, models=able)
+    fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
+    return spec.from_video(
+        find_video(request.video, cache_dir, fps, _most_frames(request, spec, fps), keep=keep, check=check)
+    )
+
+
+def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
+    """Return the most frames that a request can take of a video."""
+    if request.frames != AUTO:
+        return int(request.frames)
+    if request.seconds != AUTO:
+        return round(float(request.seconds) * fps) + spec.frame_stride
+    return spec.defaults.frames
+
+
+def find_video(
+    file: str,
+    cache_dir: Path | None,
+    fps: int,
+    most: int,
+    *,
+    keep: bool = True,
+    check: Callable[[], None] = never,
+) -> VideoUse:
+    """Return a video that a request names, checked; see `with_video`.
+
+    Args:
+        fps: the rate at which its frames are read.
+        most: the most frames to count.
+    """
+    reference = parse_reference(file)
+    if reference is None:
+        path = Path(file)
+        with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
+            path = path.expanduser()
+        path = path.absolute()
+        # Backslashes separate folders in names of other systems.
+        name = path.name.replace("\\", "_")
+    else:
+        path, name = images_dir(cache_dir or Path()) / reference.digest, reference.name
+        if cache_dir is None or not path.is_file() or _digest(path, name, check) != reference.digest:
+            raise InvalidRequestError(FIELD, "source.copy_missing", file=name)
+    counted = _count(path, name, fps, most, check)
+    info, digest = counted.info, _digest(path, name, check)
+    kept = _kept(path, name, digest, cache_dir, check) if keep and cache_dir is not None else path
+    return VideoUse(
+        name=name,
+        path=kept,
+        digest=digest,
+        width=info.width,
+        height=info.height,
+        fps=fps,
+        frames=min(counted.frames, most),
+        seconds=info.seconds,
+    )
+
+
+def open_video(use: VideoUse, check: Callable[[], None] = never) -> VideoInfo:
+    """Return what is needed to read a video.
+
+    Raises:
+        InvalidRequestError: if its file is gone or has changed.
+        MachineError: if there is no ffmpeg.
+    """
+    if not use.path.is_file():
+        raise InvalidRequestError(FIELD, "source.gone", file=use.name)
+    if _digest(use.path, use.name, check) != use.digest:
+        raise InvalidRequestError(FIELD, "source.changed", file=use.name)
+    return read_info(use.path, FIELD, check)
+
+
+def open_picture(use: InputFile) -> Image.Image:
+    """Return an image, or the first frame of a video, as RGB with 8 bits.
+
+    Raises:
+        InvalidRequestError: if its file is gone or has changed.
+        MachineError: if a program that reads it does not start.
+    """
+    if not isinstance(use, VideoUse):
+        return open_image(use)
+    frames = next(read_video(open_video(use), 1, most=1, field=FIELD))
+    return Image.fromarray(frames[0])
+
+
+def _count(path: Path, name: str, fps: int, most: int, check: Callable[[], None]) -> _Counted:
+    """Return what a video has, and at least `most` of its frames counted if there are so many."""
+    digest = _DIGESTS.get(_stamp(path, name))
+    counted = None if digest is None else _COUNTED.get((digest, fps))
+    if counted is None or counted.frames == counted.most < most:
+        # What is no video is refused before all of it is read for its digest.
+        info = read_info(path, FIELD, check)
+        counted = _Counted(info, count_frames(info, Fraction(fps), most, FIELD, check), most)
+        _remember(_COUNTED, (_digest(path, name, check), fps), counted)
+    return counted
+
+
+def _digest(path: Path, name: str, check: Callable[[], None]) -> str:
+    """Return the SHA-256 of a file, which is read once for each time of modification."""
+    stamp = _stamp(path, name)
+    if stamp not in _DIGESTS:
+        try:
+            _remember(_DIGESTS, stamp, sha256(path, check))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return _DIGESTS[stamp]
+
+
+def _stamp(path: Path, name: str) -> _Stamp:
+    """Return what changes with a file.
+
+    Raises:
+        InvalidRequestError: if it is too large, or is not there.
+    """
+    try:
+        stat = path.stat()
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    if stat.st_size > MAX_FILE_BYTES and S_ISREG(stat.st_mode):
+        raise InvalidRequestError(FIELD, "source.file_too_large", file=name, most=MAX_FILE_BYTES)
+    return _Stamp(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(
+        FIELD, "source.unreadable", file=path, reason=getattr(error, "strerror", None) or str(error)
+    )
+
+
+def _remember(entries: dict[Key, Value], key: Key, value: Value) -> None:
+    if len(entries) >= _MOST_ENTRIES:
+        entries.clear()
+    entries[key] = value
+
+
+def _kept(path: Path, name: str, digest: str, cache_dir: Path, check: Callable[[], None]) -> Path:
+    """Copy a video to the cache, or find its copy; return its path, or `path` if nothing can be written there."""
+    folder = images_dir(cache_dir)
+    copy = folder / digest
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with held(folder / LOCK):
+            if not copy.is_file() or _digest(copy, name, check) != digest:
+                replace_file(copy, _parts(path, name, digest, check), sync=True)
+            elif time.time() - copy.stat().st_mtime > _TOUCHED_SECONDS:
+                # It is new again, so that `images.remove_unused` does not take it for one that is no longer used.
+                os.utime(copy)
+                _remember(_DIGESTS, _stamp(copy, name), digest)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise OutputError("source.disk_full", folder=folder) from error
+        return path
+    return copy
+
+
+def _parts(path: Path, name: str, digest: str, check: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the content of a file.
+
+    Raises:
+        InvalidRequestError: after the last part, if it has another digest by now.
+    """
+    content = hashlib.sha256()
+    with open_file(path) as file:
+        while part := file.read(_PART_BYTES):
+            check()
+            content.update(part)
+            yield part
+    if content.hexdigest() != digest:
+        raise InvalidRequestError(FIELD, "source.changed", file=name)
