@@ -262,6 +262,9 @@ class VideoSaved(_Event):
     def frames(self) -> int:
         """The number of frames in the video."""
         decoded = int(self.request["frames"]) if self.sections is None else self.sections[2]
+        # The last of several parts is without the frame that it starts from.
+        *earlier, _ = self.plan.get("parts") or [None]
+        decoded += sum(int(part["frames"]) for part in earlier) - bool(earlier)
         return decoded * int((self.plan.get("interpolation") or {}).get("factor", 1))
 
     @property

@@ -57,6 +57,18 @@ class ImageUse(InputFile):
     """One image."""
 
 
+class ClipPart(FrozenModel):
+    """A part of a video that has several.
+
+    Attributes:
+        prompt: what it was made from; empty if that is unknown.
+        frames: how many the video has of it.
+    """
+
+    prompt: str
+    frames: int
+
+
 class VideoUse(InputFile):
     """One video.
 
@@ -64,11 +76,13 @@ class VideoUse(InputFile):
         fps: the rate at which its frames are read, in frames per second.
         frames: how many frames it has at that rate, counted up to the most that the request can take.
         seconds: its duration as the file states it; `None` if it does not.
+        parts: of a video that is extended.
     """
 
     fps: int
     frames: int
     seconds: float | None = None
+    parts: tuple[ClipPart, ...] = ()
 
 
 def parse_reference(text: str) -> ImageReference | None:

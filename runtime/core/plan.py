@@ -18,7 +18,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
-from runtime.core.images import CROP, MIDDLE, ImageUse, InputFile, VideoUse
+from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import AUTO, OFF, STRENGTH, UPSCALER, GenerationRequest
@@ -275,6 +275,7 @@ class ResolvedRequest(FrozenModel):
         upscaler: the name of what enlarges them; "auto" if nothing does.
         image, last_image: what the video starts from and ends with.
         image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
+        extend: the video that this one continues; `image` is its last frame then.
         video: what the video is made from, beside the prompt.
         strength: how much of it is made anew, above 0 and up to 1.
     """
@@ -301,6 +302,7 @@ class ResolvedRequest(FrozenModel):
     last_image: ImageUse | None = None
     image_fit: str = CROP
     image_position: float = MIDDLE
+    extend: VideoUse | None = None
     video: VideoUse | None = None
     strength: float = STRENGTH
 
@@ -312,8 +314,10 @@ class ResolvedRequest(FrozenModel):
 
     @property
     def inputs(self) -> Mapping[str, InputFile]:
-        """The images and the video by the field of the request."""
-        return {**self.images, **({} if self.video is None else {"video": self.video})}
+        """The images and videos by the field of the request; an extended video without its last frame."""
+        videos = {"extend": self.extend, "video": self.video}
+        images = {field: use for field, use in self.images.items() if self.extend is None or field != "image"}
+        return {**images, **{field: use for field, use in videos.items() if use is not None}}
 
     @property
     def skipped_steps(self) -> int:
@@ -417,9 +421,17 @@ class ExecutionPlan(ResolvedRequest):
         return 1 if self.interpolate == OFF else int(self.interpolate)
 
     @property
+    def parts(self) -> tuple[ClipPart, ...]:
+        """The parts of the video as it was decoded, in order: the last one is made by this job."""
+        if self.extend is None:
+            return (ClipPart(prompt=self.prompt, frames=self.frames),)
+        # The first frame is the last one of the video that is extended.
+        return (*self.extend.parts, ClipPart(prompt=self.prompt, frames=self.frames - 1))
+
+    @property
     def video_frames(self) -> int:
         """Frames of the video in `output`."""
-        return self.frames * self.interpolation
+        return sum(part.frames for part in self.parts) * self.interpolation
 
     @property
     def video_fps(self) -> int:
@@ -508,6 +520,7 @@ class ExecutionPlan(ResolvedRequest):
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
         used |= {field: use.reference for field, use in self.inputs.items()}
+        used |= {} if self.extend is None else {"image": None}  # it follows
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
             used["guidance_scale"] = self.embedded_guidance
@@ -543,6 +556,7 @@ class ExecutionPlan(ResolvedRequest):
             "loras": [use.summary() for use in self.loras],
             "images": {field: use.summary() for field, use in self.images.items()},
             "video": None if self.video is None else self.video.summary(),
+            "parts": [part.model_dump() for part in self.parts],
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "speed": self.speed.to_json(),

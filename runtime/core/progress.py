@@ -314,7 +314,7 @@ def _share_of_time(elapsed: float, forecast: float) -> float:
 
 def _frames_after(plan: ExecutionPlan | None, step: int) -> int:
     """Return about how many frames of finished sections there are after a step; none of a video that is made whole."""
-    return 0 if plan is None or plan.sections == 1 else step // plan.steps * (plan.video_frames // plan.sections)
+    return 0 if plan is None or plan.sections == 1 else step // plan.steps * (plan.frames // plan.sections)
 
 
 def _load_forecast(plan: ExecutionPlan, name: str) -> float:

@@ -530,6 +530,19 @@ class GenerationRequest(FrozenModel):
             docs="upscale.md",
         ),
     ] = AUTO
+    extend: Annotated[
+        str | None,
+        VideoFile(
+            label="Extend",
+            help="Continue this video: its last frame starts the new part, and the result has both. Size and frame rate "
+            "are those of the video. Only models that start from an image can.",
+            group="image",
+            flag="--extend",
+            metavar="FILE",
+            unset="none",
+            docs="extend.md",
+        ),
+    ] = None
     video: Annotated[
         str | None,
         VideoFile(

@@ -342,6 +342,7 @@ class ModelSpec:
         image, last_image: the images of one request, see `models.images.with_images`.
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
+        extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
         upscaler: what enlarges the frames of one request, see `models.requested.with_upscaler`.
         noise: where the scheduler puts the steps.
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
@@ -384,6 +385,7 @@ class ModelSpec:
     last_image: ImageUse | None = None
     video_input: VaeEncoderSpec | None = None
     video: VideoUse | None = None
+    extend: VideoUse | None = None
     upscaler: "ModelSpec | None" = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -482,8 +484,8 @@ class ModelSpec:
 
     @property
     def inputs(self) -> tuple[InputFile, ...]:
-        """The request's images and video."""
-        return (*self.images, *(() if self.video is None else (self.video,)))
+        """The request's images and videos."""
+        return (*self.images, *(use for use in (self.extend, self.video) if use is not None))
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:

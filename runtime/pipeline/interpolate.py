@@ -55,8 +55,8 @@ def interpolate_file(
         sound = ()
 
     def finish(fields: dict[str, Any]) -> tuple[Interpolated, str, dict[str, Any], Sound]:
-        named = {"source": source.path.name, "factor": plan.factor, "slow": plan.slow, "backend": FFMPEG}
-        done = Interpolated(**fields, **named)
+        name = source.path.name
+        done = Interpolated(**fields, source=name, factor=plan.factor, slow=plan.slow, backend=FFMPEG)
         kept = Sound(input_options(source.path), sound, chapters=not plan.slow)
         return done, *described(done, source.path, "interpolate"), kept
 

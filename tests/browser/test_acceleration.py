@@ -114,7 +114,9 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     unfold(page)
     choose(page, "backend_vae", "pytorch")
     choose(page, "upscaler", "small")
+    choose(page, "interpolate", "2")
     choose(page, "upscale", "2")
+    assert "16 to 32 fps" in page.inner_text("#field-interpolate option[value='2']")
     assert "128 × 64" in page.inner_text("#field-upscale option[value='2']")
     wait_for_chip(page, "upscaler", "PyTorch:")
     choose(page, "build", "never")
@@ -123,16 +125,19 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     ready(page)
     unfold(page)
     assert chosen(page, "vae") == "pytorch"
-    assert [page.input_value(f"#field-{name}") for name in ("build", "upscale", "upscaler")] == ["never", "2", "small"]
+    fields = ("build", "interpolate", "upscale", "upscaler")
+    assert [page.input_value(f"#field-{name}") for name in fields] == ["never", "2", "2", "small"]
     ask(page, "a red ball")
     start(page)
     wait_for_state(page, "done")
     assert page.evaluate("() => document.querySelector('#picture video').videoWidth") == 128
     page.click("#facts [popovertarget=details]")
     assert "128 × 64" in page.inner_text("#details .summary")
+    assert "at 32 fps" in page.inner_text("#details")
     plain = page.get_attribute("#details a[download$='.plain.mp4']", "href")
     assert page.request.get(f"{page.url}{plain}").headers["content-type"] == "video/mp4"
     page.keyboard.press("Escape")
+    choose(page, "interpolate", "off")
     choose(page, "upscale", "off")
     page.wait_for_selector("#part-upscaler", state="detached")
     choose(page, "backend_vae", "auto")
@@ -141,7 +146,7 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     page.wait_for_selector("#part-vae [value=pytorch]:checked")
     wait_for_chip(page, "vae", "PyTorch: as requested")
     page.wait_for_selector("#part-upscaler")
-    assert page.input_value("#field-upscale") == "2"
+    assert [page.input_value(f"#field-{name}") for name in ("interpolate", "upscale")] == ["2", "2"]
 
 
 def test_rows_follow_the_model(open_page: OpenPage) -> None:

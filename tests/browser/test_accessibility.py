@@ -108,7 +108,8 @@ def test_axe_finds_nothing_serious_in_what_make_opens(open_page: OpenPage) -> No
     advance(page)
     page.fill("#field-steps input", "2")
     page.select_option("#field-upscaler", "small")
-    page.select_option("#field-upscale", "2")
+    for field in ("interpolate", "upscale"):
+        page.select_option(f"#field-{field}", "2")
     page.click("[data-close-advanced]")
     page.fill("#field-prompt textarea", "a red boat on the sea")
     start(page)

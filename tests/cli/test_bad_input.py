@@ -48,6 +48,7 @@ def test_flags_are_refused_by_the_rules_of_requests_and_plans(
         (["--quantization", "fp8"], "planner.quantization_needs_gpu", {"quantization": "fp8", "cause": NO_GPU}),
         (["--gpus", "2"], "planner.no_usable_gpus", {"wanted": 2, "cause": NO_GPU}),
         (["--gpus", "nan"], "request.not_whole", {"field": "gpus", "value": "nan"}),
+        (["--interpolate", "4", "--fps", "80"], "interpolate.too_fast", {"nearest": ["interpolate", "2"]}),
         (["--upscale", "5"], "request.not_a_choice", {"field": "upscale", "value": "'5'"}),
         (["--upscale", "2", "--upscaler", "./x.safetensors"], "request.upscaler_name", {"field": "upscaler"}),
         (["--no-such-flag"], "cli.usage", {}),

@@ -54,11 +54,14 @@ def test_plan_shows_decisions_and_writes_nothing(
     assert result["plan"]["memory"]["peak_bytes"] == result["plan"]["memory_bytes"]
     assert result["plan"]["forecast"]["total"]["low"] < result["plan"]["forecast"]["total"]["seconds"]
     save_safetensors(cache_dir / "weights" / "upscalers" / "small.safetensors", COMPACT_CONFIG)
-    flags = ["--upscale", "2", "--upscaler", "small"]
+    flags = ["--upscale", "2", "--upscaler", "small", "--interpolate", "2"]
     upscaled, text = answer(["plan", "a red boat", "--model", directory, *flags], capsys)
     assert (upscaled["plan"]["upscaling"]["width"], upscaled["plan"]["upscaling"]["height"]) == (1664, 960)
     assert "1664x960" in text
     assert upscaled["plan"]["forecast"]["upscale"]["seconds"] > 0
+    assert upscaled["plan"]["interpolation"] == {"factor": 2, "frames": 162, "fps": 32}
+    assert "162 frames at 32 fps" in text
+    assert upscaled["plan"]["forecast"]["interpolate"]["seconds"] > 0
     # All weights fit in memory, so no other strategies are shown.
     assert "Strategies for" not in text and "All strategies" not in text
     assert not (cache_dir / "outputs").exists()

@@ -131,7 +131,8 @@ def test_a_job_saves_both_videos(clip: Clip, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [{"interpolate": 2}, {"interpolate": 4, "upscale": 2}])
 def test_an_interpolated_job_saves_both_videos(values: dict[str, Any], make: Make, tmp_path: Path) -> None:
-    clip, history, decoded = make(**values), HistoryFile(tmp_path, machine()), []
+    clip, history = make(**values), HistoryFile(tmp_path, machine())
+    decoded: list[np.ndarray] = []
     factor, scale = values["interpolate"], values.get("upscale", 1)
     events = clip.run(history=history, on_frames=decoded.append)
     saved = events[-1]

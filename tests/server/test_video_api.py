@@ -183,6 +183,8 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
         ({"loras": ["../secret.safetensors"]}, 400, "loras", "form.lora_is_path"),
         ({"vae_precision": "float16"}, 400, "vae_precision", "planner.vae_16bit_on_cpu"),
         ({"upscale": 5}, 400, "upscale", "request.not_a_choice"),
+        ({"interpolate": 3}, 400, "interpolate", "request.not_a_choice"),
+        ({"interpolate": 4, "fps": 100}, 400, "interpolate", "interpolate.too_fast"),
         ({"upscale": 2, "upscaler": "../secret.safetensors"}, 400, "upscaler", "request.upscaler_name"),
         ({"upscale": 2, "upscaler": "no-such"}, 400, "upscaler", "upscaler.unknown"),
     ):
@@ -389,10 +391,10 @@ def test_a_running_video_has_no_content_and_is_stopped_by_its_deletion(http: htt
 
 
 def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client, tmp_path: Path) -> None:
-    """Of a video that is upscaled; both sizes can be downloaded."""
-    submitted = create(http, steps=20, upscale=2, upscaler="small")
+    """Of a video that is interpolated and upscaled; that and the decoded one can be downloaded."""
+    submitted = create(http, steps=20, interpolate=2, upscale=2, upscaler="small")
     made = submitted["id"]
-    assert submitted["size"] == "128x64"
+    assert (submitted["size"], submitted["frames"]) == ("128x64", 18)
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = list(read_events(answer.iter_lines()))
@@ -409,7 +411,7 @@ def test_events_stream_progress_and_previews_until_the_end(http: httpx.Client, t
         file = tmp_path / f"{variant}.mp4"
         file.write_bytes(http.get(f"v1/videos/{made}/content", params={"variant": variant}).content)
         sizes[variant] = (read_info(file).width, read_info(file).height, read_info(file).frames)
-    assert sizes == {"video": (128, 64, 9), "plain": (64, 32, 9)}
+    assert sizes == {"video": (128, 64, 18), "plain": (64, 32, 9)}
     # A stream of an ended video has only its end.
     with http.stream("GET", f"v1/videos/{made}/events") as answer:
         assert [name for name, _ in read_events(answer.iter_lines())][-1] == "video.completed"
