@@ -6,6 +6,7 @@ Copies are in the folder of images' copies (`models.images`), and are found, sen
 import contextlib
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Hashable, Iterator
 from fractions import Fraction
@@ -143,6 +144,32 @@ def find_video(
         frames=min(counted.frames, most),
         seconds=info.seconds,
     )
+
+
+def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], None] = never) -> VideoUse:
+    """Check the content of a video's file, and keep it in the cache folder; see `find_video`.
+
+    Raises:
+        InvalidRequestError: if it cannot be used.
+        MachineError: if there is no ffmpeg.
+        OutputError: if it cannot be written.
+    """
+    folder = images_dir(cache_dir)
+    partial = folder / f"{hashlib.sha256(data).hexdigest()}.{secrets.token_hex(4)}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        use = find_video(str(partial), cache_dir, 1, 1, check=check)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
+    except OSError as error:
+        code = "source.disk_full" if error.errno in DISK_FULL else "source.not_kept"
+        raise OutputError(code, folder=folder) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    if use.path == partial:
+        raise OutputError("source.not_kept", folder=folder)
+    return use.replace(name=name)
 
 
 def open_video(use: VideoUse, check: Callable[[], None] = never) -> VideoInfo:

@@ -53,6 +53,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
 from runtime.models.spec import ModelSpec
+from runtime.models.videos import FIELD, keep_video
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
@@ -194,9 +195,9 @@ class VideoApi:
         if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
             raise refused(400, "server.api_idempotency_key", "Idempotency-Key")
         caller = _caller(request)
-        values, images = await self._bodies.read(request, _owner(caller) or "")
-        copies = await self._keep(request, values, images) if images else {}
-        self._check_caller(caller)  # reading a body and its images takes time
+        values, files = await self._bodies.read(request, _owner(caller) or "")
+        copies = await self._keep(request, values, files) if files else {}
+        self._check_caller(caller)  # reading a body and its files takes time
         record = await asyncio.to_thread(self._create, values, copies, key, caller)
         return self._video(record)
 
@@ -316,19 +317,24 @@ class VideoApi:
             raise refused(401, "server.api_key_wrong")
 
     async def _keep(
-        self, request: Request, values: Mapping[str, Any], images: Mapping[str, video_requests.Image]
+        self, request: Request, values: Mapping[str, Any], files: Mapping[str, video_requests.File]
     ) -> dict[str, str]:
-        """Keep a request's images; return their copies by field."""
+        """Keep a request's images and its video; return their copies by field."""
+        cache = self._settings.cache_dir
 
         def keep(check: Callable[[], None]) -> dict[str, str]:
-            # First without its images, so that a request that is refused keeps none.
+            # First without its files, so that a request that is refused keeps none.
             self._requested(values, {})
             return {
-                field: keep_image(data, file, field, self._settings.cache_dir, check=check).reference
-                for field, (data, file) in images.items()
+                field: (
+                    keep_video(data, name, cache, check=check)
+                    if field == FIELD
+                    else keep_image(data, name, field, cache, check=check)
+                ).reference
+                for field, (data, name) in files.items()
             }
 
-        size = sum(len(data) for data, _ in images.values())
+        size = sum(len(data) for data, _ in files.values())
         try:
             return await self._images.run(request, _owner(_caller(request)) or "", size, keep)
         except ClientDisconnect as error:

@@ -29,25 +29,32 @@ from runtime.server.image_uploads import NAMELESS, plain_name
 from runtime.server.visitor_limits import UploadLimit
 
 JSON, FORM = "application/json", "multipart/form-data"
-# JSON holds an image as base64; larger ones are sent in a form.
+# JSON holds an image or a video as base64; larger ones are sent in a form.
 MAX_JSON_BYTES = 8 << 20
-_IMAGES = ("image", "last_image")
 _REFERENCE = "input_reference"
+_VIDEO = "video"
+# The fields that are files, and the key of their address in JSON.
+_FILES: Mapping[str, str] = {**dict.fromkeys(("image", "last_image", _REFERENCE), "image_url"), _VIDEO: "video_url"}
+# Those of a request.
+FILE_FIELDS = tuple(name for name in _FILES if name != _REFERENCE)
 _OWN = ("size", _REFERENCE)
 _MOST_FIELDS = 200
 _MOST_VALUES = 500
 _NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
-_IMAGE_TYPE = re.compile(r"data:image/[a-z0-9.+-]{1,40}")
+_DATA_TYPES = {
+    "image_url": re.compile(r"data:image/[a-z0-9.+-]{1,40}"),
+    "video_url": re.compile(r"data:video/[a-z0-9.+-]{1,40}"),
+}
 _BASE64 = "base64"
-_IMAGE_EXAMPLE = {"image_url": "data:image/png;base64,…"}
+_EXAMPLES = {"image_url": "data:image/png;base64,…", "video_url": "data:video/mp4;base64,…"}
 # JSON with more is read on a thread.
 _QUICK_BYTES = 64 << 10
 NUMBER_AS_TEXT = {"type": "string", "pattern": r"^ *[+-]?[0-9]+(\.[0-9]+)? *$"}
 # Bodies that are larger than the fields of a request: of one user, and of all.
 _MOST_UPLOADS, _MOST_UPLOADS_ALL = 2, 4
 
-# The content and name of an image.
-Image = tuple[bytes, str]
+# The content and name of an image or a video.
+File = tuple[bytes, str]
 
 
 def known_fields() -> list[str]:
@@ -69,15 +76,9 @@ def json_schema(reference: str) -> dict[str, Any]:
     """
     schema = GenerationRequest.model_json_schema(ref_template=reference)
     properties: dict[str, Any] = schema["properties"]
-    image = {
-        "type": "object",
-        "properties": {"image_url": {"type": "string", "pattern": "^data:image/"}},
-        "required": ["image_url"],
-        "additionalProperties": False,
-    }
-    for name in _IMAGES:
+    for name in FILE_FIELDS:
         described = {key: properties[name][key] for key in ("title", "description")}
-        properties[name] = {**described, "anyOf": [image], "default": None, "examples": [_IMAGE_EXAMPLE]}
+        properties[name] = {**described, "default": None, **_file_schema(_FILES[name])}
     properties["model"]["description"] = "The ID of a model, from GET /v1/models."
     properties["backends"]["examples"] = [{"vae": "onnxruntime"}]
     properties["loras"]["examples"] = [["style:0.8"]]
@@ -91,14 +92,25 @@ def json_schema(reference: str) -> dict[str, Any]:
         _REFERENCE: {
             "title": "Input reference",
             "description": "The same as image.",
-            "anyOf": [image],
-            "examples": [_IMAGE_EXAMPLE],
+            **_file_schema(_FILES[_REFERENCE]),
         },
     }
     for name, described in (properties | extra).items():
         if name not in schema["required"]:
             _accept(described, {"type": "null"}, *[NUMBER_AS_TEXT] * isinstance(FIELDS.get(name), Number))
     return {**schema, "title": "CreateVideo", "properties": {**properties, **extra}, "additionalProperties": False}
+
+
+def _file_schema(key: str) -> dict[str, Any]:
+    """Return the schema of an image or a video in JSON."""
+    prefix, _, _ = _EXAMPLES[key].partition("/")
+    file = {
+        "type": "object",
+        "properties": {key: {"type": "string", "pattern": f"^{prefix}/"}},
+        "required": [key],
+        "additionalProperties": False,
+    }
+    return {"anyOf": [file], "examples": [{key: _EXAMPLES[key]}]}
 
 
 def _accept(described: dict[str, Any], *also: dict[str, str]) -> None:
@@ -116,7 +128,7 @@ def form_schema(reference: str) -> dict[str, Any]:
     files = {
         name: {key: value for key, value in schema["properties"][name].items() if key in {"title", "description"}}
         | file
-        for name in (*_IMAGES, _REFERENCE)
+        for name in _FILES
     }
     repeatable = {
         name: schema["properties"][name] | {"examples": [example]}
@@ -131,8 +143,8 @@ class BodyReader:
     def __init__(self) -> None:
         self._uploads = UploadLimit(_MOST_UPLOADS, _MOST_UPLOADS_ALL, lambda: refused(429, "server.uploads_busy"))
 
-    async def read(self, request: Request, user: str) -> tuple[dict[str, Any], dict[str, Image]]:
-        """Return the values of a request's fields, and its images by field. The values are not validated.
+    async def read(self, request: Request, user: str) -> tuple[dict[str, Any], dict[str, File]]:
+        """Return the values of a request's fields, and its images and video by field. The values are not validated.
 
         Raises:
             HTTPException: if the body is too large, incomplete, or not valid.
@@ -145,12 +157,12 @@ class BodyReader:
             raise refused(415, "server.api_charset", given=shortened(charset))
         body = await self._body(request, user, MAX_JSON_BYTES if kind == JSON else MAX_UPLOAD_BYTES)
         if kind == FORM:
-            values, images = await _from_form(request, body)
+            values, files = await _from_form(request, body)
         elif len(body) > _QUICK_BYTES:
-            values, images = await asyncio.to_thread(_from_json, body)
+            values, files = await asyncio.to_thread(_from_json, body)
         else:
-            values, images = _from_json(body)
-        return set_values(values), images
+            values, files = _from_json(body)
+        return set_values(values), files
 
     async def _body(self, request: Request, user: str, most: int) -> bytes:
         """Read a body; the large ones of few requests at once, since each takes its size of memory."""
@@ -192,12 +204,12 @@ def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> GenerationRequest:
+def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> GenerationRequest:
     """Return the request that a body describes.
 
     Args:
         values: as `BodyReader.read` returns them, with a model.
-        images: the copies of its images by field, see `core.images`.
+        copies: of its images and its video by field, see `core.images`.
 
     Raises:
         InvalidRequestError: for an invalid value; names the body's field.
@@ -213,10 +225,10 @@ def request_of(values: Mapping[str, Any], images: Mapping[str, str]) -> Generati
         if conflict is not None:
             raise InvalidRequestError("size", "server.api_excludes", name="size", other=conflict)
         fields["width"], fields["height"] = _size(values["size"])
-    for name in (*_IMAGES, "video"):
+    for name in FILE_FIELDS:
         if fields.get(name) is not None:
-            raise InvalidRequestError(name, "server.api_image")
-    request = GenerationRequest.from_mapping({**fields, **images})
+            raise _no_file(name)
+    request = GenerationRequest.from_mapping({**fields, **copies})
     by_name(request.loras)
     return request
 
@@ -233,7 +245,7 @@ def by_name(loras: Sequence[Lora]) -> tuple[Lora, ...]:
     return tuple(loras)
 
 
-def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
+def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
     try:
         values = parse_json(body, max_values=_MOST_VALUES)
     except DuplicateNameError as error:
@@ -243,25 +255,31 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
         raise refused(400, "server.api_not_json", problem=cut(str(error).partition("\n")[0], 100)) from error
     if not isinstance(values, dict):
         raise refused(400, "server.not_an_object")
-    images: dict[str, Image] = {}
-    for name in (*_IMAGES, _REFERENCE):
+    files: dict[str, File] = {}
+    for name, key in _FILES.items():
         match values.get(name):
             case None:
                 values.pop(name, None)
-            case {"image_url": str(url), **rest} if not any(value is not None for value in rest.values()):
-                _add_image(images, name, (_data_of(url, name), NAMELESS))
+            case dict(parts) if isinstance(parts.get(key), str) and not any(
+                value is not None for other, value in parts.items() if other != key
+            ):
+                _add_file(files, name, (_data_of(parts[key], name), NAMELESS))
                 del values[name]
             case _:
-                raise InvalidRequestError(name, "server.api_image")
-    return values, images
+                raise _no_file(name)
+    return values, files
+
+
+def _no_file(field: str) -> InvalidRequestError:
+    return InvalidRequestError(field, "server.api_video" if field == _VIDEO else "server.api_image")
 
 
 def _data_of(url: str, field: str) -> bytes:
     """Return the content of a data URL, as in RFC 2397; base64 may have line breaks, as in MIME, and lack its end."""
     head, comma, text = url.strip().partition(",")
     kind, *parameters = [part.strip().lower() for part in head.split(";")]
-    if not comma or _IMAGE_TYPE.fullmatch(kind) is None:
-        raise InvalidRequestError(field, "server.api_image")
+    if not comma or _DATA_TYPES[_FILES[field]].fullmatch(kind) is None:
+        raise _no_file(field)
     data = unquote_to_bytes(text)
     if _BASE64 not in parameters:
         return data
@@ -269,14 +287,13 @@ def _data_of(url: str, field: str) -> bytes:
     try:
         return base64.b64decode(data if data.endswith(b"=") else data + b"=" * (-len(data) % 4), validate=True)
     except ValueError as error:
-        raise InvalidRequestError(field, "server.api_image") from error
+        raise _no_file(field) from error
 
 
-async def _from_form(request: Request, body: bytes) -> tuple[dict[str, Any], dict[str, Image]]:
-    files = len(_IMAGES) + 1
+async def _from_form(request: Request, body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
     replayed = Request(request.scope, _replay(body))
     try:
-        form = await replayed.form(max_files=files, max_fields=_MOST_FIELDS, max_part_size=MAX_BODY_BYTES)
+        form = await replayed.form(max_files=len(_FILES), max_fields=_MOST_FIELDS, max_part_size=MAX_BODY_BYTES)
     except HTTPException as error:
         raise _not_a_form(cut(error.detail, 100)) from error
     except (ValueError, LookupError, AssertionError) as error:
@@ -288,31 +305,29 @@ async def _from_form(request: Request, body: bytes) -> tuple[dict[str, Any], dic
 
 
 def _not_a_form(problem: str) -> HTTPException:
-    return refused(
-        400, "server.api_not_a_form", problem=problem.rstrip("."), fields=_MOST_FIELDS, files=len(_IMAGES) + 1
-    )
+    return refused(400, "server.api_not_a_form", problem=problem.rstrip("."), fields=_MOST_FIELDS, files=len(_FILES))
 
 
-async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, Image]]:
+async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, File]]:
     values: dict[str, Any] = {}
-    images: dict[str, Image] = {}
+    files: dict[str, File] = {}
     for key, value in form.multi_items():
         nested = _NESTED.fullmatch(key)
         name, inner = (key, None) if nested is None else (nested[1], nested[2])
         if isinstance(value, UploadFile):
-            if name not in (*_IMAGES, _REFERENCE) or inner is not None:
+            if name not in _FILES or inner is not None:
                 raise InvalidRequestError(cut(key, 40), "server.api_image")
             # Browsers send a file field that was left empty as a file without name and content.
             if value.filename or value.size:
-                _add_image(images, name, (await value.read(), plain_name(value.filename or NAMELESS)))
-        elif name in (*_IMAGES, _REFERENCE):
-            if inner != "image_url" and (inner or value):
-                raise InvalidRequestError(name, "server.api_image")
+                _add_file(files, name, (await value.read(), plain_name(value.filename or NAMELESS)))
+        elif name in _FILES:
+            if inner != _FILES[name] and (inner or value):
+                raise _no_file(name)
             if value:
-                _add_image(images, name, (_data_of(value, name), NAMELESS))
+                _add_file(files, name, (_data_of(value, name), NAMELESS))
         else:
             _add_text(values, name, inner, value)
-    return values, images
+    return values, files
 
 
 def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -> None:
@@ -344,12 +359,12 @@ def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -
     raise refused(400, "server.api_field_repeated", cut(name, 40), name=shortened(name))
 
 
-def _add_image(images: dict[str, Image], name: str, image: Image) -> None:
+def _add_file(files: dict[str, File], name: str, file: File) -> None:
     field = "image" if name == _REFERENCE else name
-    if field in images:
+    if field in files:
         alias = "image" if name == _REFERENCE else _REFERENCE
         raise InvalidRequestError(name, "server.api_excludes", name=name, other=alias)
-    images[field] = image
+    files[field] = file
 
 
 def _size(value: object) -> tuple[int, int]:

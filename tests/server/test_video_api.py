@@ -34,6 +34,7 @@ from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
 from tests.queue.samples import add_job
+from tests.video.test_reader import H264, make
 from tests.waiting import until
 
 openai = pytest.importorskip("openai")
@@ -160,6 +161,20 @@ def test_an_image_in_json_is_a_data_url(http: httpx.Client, tmp_path: Path) -> N
     }
 
 
+def test_a_video_in_a_form_or_as_a_data_url_is_changed(http: httpx.Client, tmp_path: Path) -> None:
+    clip = make(tmp_path / "a clip.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=16:duration=0.6"))
+    fields = {"prompt": "a red boat", "model": "diorama", "size": "64x48", "steps": "2", "strength": "0.5"}
+    answer = http.post("v1/videos", data=fields, files={"video": (clip.name, clip.read_bytes(), "video/mp4")})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["frames"] == 9
+    assert ended(http, answer.json()["id"])["status"] == "completed"
+    (tmp_path / "v.mp4").write_bytes(http.get(f"v1/videos/{answer.json()['id']}/content").content)
+    assert read_metadata(tmp_path / "v.mp4")["request"]["video"].endswith("/a clip.mp4")
+    data = base64.b64encode(clip.read_bytes()).decode()
+    made = create(http, None, **fields, video={"video_url": f"data:video/mp4;base64,{data}"})
+    http.delete(f"v1/videos/{made['id']}")
+
+
 def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -> None:
     """What the API itself reads, and one value for each rule of requests, plans and models."""
     for values, status, param, code in (
@@ -180,6 +195,12 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
         ({"input_reference": {"image_url": "http://127.0.0.1/a.png"}}, 400, "input_reference", "server.api_image"),
         ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "server.api_image"),
         ({"input_reference": {"image_url": "data:image/png;base64,AAAA"}}, 400, "image", "image.format_unknown"),
+        ({"video": "/etc/passwd"}, 400, "video", "server.api_video"),
+        ({"video": f"sha256:{'0' * 64}/a.mp4"}, 400, "video", "server.api_video"),
+        ({"video": {"video_url": "http://127.0.0.1/a.mp4"}}, 400, "video", "server.api_video"),
+        ({"video": {"image_url": "data:image/png;base64,AAAA"}}, 400, "video", "server.api_video"),
+        ({"video": {"video_url": "data:video/mp4;base64,AAAA"}}, 400, "video", "source.no_video"),
+        ({"strength": 0}, 400, "strength", "request.out_of_range"),
         ({"loras": ["../secret.safetensors"]}, 400, "loras", "form.lora_is_path"),
         ({"vae_precision": "float16"}, 400, "vae_precision", "planner.vae_16bit_on_cpu"),
         ({"upscale": 5}, 400, "upscale", "request.not_a_choice"),
@@ -244,11 +265,11 @@ def test_images_are_copies_and_not_paths(tmp_path: Path) -> None:
     values = {"prompt": "a", "model": MODEL}
     copies = {"image": "sha256:" + "0" * 64 + "/a.png"}
     assert request_of(values, copies).image == copies["image"]
-    for name in ("image", "last_image"):
+    for name, code in (("image", "image"), ("last_image", "image"), ("video", "video")):
         for images in ({}, copies):
             with pytest.raises(InvalidRequestError) as refused:
                 request_of({**values, name: str(saved(tmp_path / "a.png"))}, images)
-            assert (refused.value.field, refused.value.code) == (name, "server.api_image")
+            assert (refused.value.field, refused.value.code) == (name, f"server.api_{code}")
 
 
 def test_bodies_that_cannot_be_read_are_refused(http: httpx.Client, subtests: pytest.Subtests) -> None:

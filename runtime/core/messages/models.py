@@ -300,6 +300,9 @@ _VIDEOS: Mapping[str, Message] = {
     ),
     "source.gone": Message("The video {file} cannot be read any more.", "Start a new job."),
     "source.model_without": Message("{model} does not start from a video.", "Select one of {models:list}."),
+    "source.not_kept": Message(
+        "The video cannot be written to {folder}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
+    ),
     "source.no_model": Message("{model} does not start from a video.", "Leave the video out."),
     "source.shorter": Message(
         "{file} has {frames:n frame} now, and {planned} were planned.", "Copy the video again and start a new job."
