@@ -534,8 +534,8 @@ class GenerationRequest(FrozenModel):
         str | None,
         VideoFile(
             label="Extend",
-            help="Continue this video: its last frame starts the new part, and the result has both. Size and frame rate "
-            "are those of the video. Only models that start from an image can.",
+            help="Continue this video: its last frame starts the new part, and the result has both. It keeps the size "
+            "and frame rate. Only models that start from an image can.",
             group="image",
             flag="--extend",
             metavar="FILE",

@@ -148,13 +148,14 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
             raise InvalidRequestError(field, code, model=spec.title, models=able)
     if image_input is None:
         return
-    if request.last_image is not None and request.image is None:
+    first = request.image or request.extend
+    if request.last_image is not None and first is None:
         raise InvalidRequestError("image", "image.only_last")
     if request.last_image is not None and image_input.last == "none":
         raise InvalidRequestError("last_image", "image.model_without_last", model=spec.title)
-    if image_input.required and needs_image and request.image is None:
+    if image_input.required and needs_image and first is None:
         raise InvalidRequestError("image", "image.required", model=spec.title)
-    if image_input.last == "required" and request.image is not None and request.last_image is None:
+    if image_input.last == "required" and first is not None and request.last_image is None:
         raise InvalidRequestError("last_image", "image.last_required", model=spec.title)
 
 

@@ -8,6 +8,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.models.catalogue import check_makes_videos, find, look_up
+from runtime.models.extended import with_extended
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
 from runtime.models.registry import find_upscaler
@@ -44,8 +45,31 @@ def model_for(
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
     check_makes_videos(spec, request.model)
     spec = with_upscaler(with_loras(spec, request.loras, weights_dir), request, weights_dir)
+    return with_inputs(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
+
+
+def with_inputs(
+    spec: ModelSpec,
+    request: GenerationRequest,
+    weights_dir: Path,
+    cache_dir: Path | None,
+    *,
+    needs_image: bool = True,
+    keep: bool = True,
+    check: Callable[[], None] = never,
+) -> ModelSpec:
+    """Return a model with the images and videos of a request.
+
+    Args:
+        cache_dir, needs_image, keep, check: see `models.images.with_images`.
+
+    Raises:
+        InvalidRequestError: if one cannot be used.
+        MachineError, OutputError: see `model_for`.
+    """
     spec = with_video(spec, request, weights_dir, cache_dir, keep=keep, check=check)
-    return with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
+    spec = with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
+    return with_extended(spec, request, weights_dir, cache_dir, keep=keep, check=check)
 
 
 def with_upscaler(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> ModelSpec:

@@ -22,7 +22,7 @@ from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.files import replace_file
 from runtime.core.images import InputFile, VideoUse, parse_reference
 from runtime.core.locks import held
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, MAX_FPS, GenerationRequest
 from runtime.core.untrusted_files import open_file
 from runtime.models.images import DISK_FULL, LOCK, all_models, images_dir, open_image
 from runtime.models.spec import ModelSpec
@@ -50,16 +50,17 @@ class _Stamp(NamedTuple):
 
 
 class _Counted(NamedTuple):
-    """The frames of a video at a rate, counted up to `most`."""
+    """The frames of a video at a rate in frames per second, counted up to `most`."""
 
     info: VideoInfo
+    fps: int
     frames: int
     most: int
 
 
 # What was read of files: a form asks for a plan with each change.
 _DIGESTS: dict[_Stamp, str] = {}
-_COUNTED: dict[tuple[str, int], _Counted] = {}
+_COUNTED: dict[tuple[str, int | None], _Counted] = {}
 
 
 def with_video(
@@ -90,9 +91,8 @@ def with_video(
         code = "source.model_without" if able else "source.no_model"
         raise InvalidRequestError(FIELD, code, model=spec.title, models=able)
     fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
-    return spec.from_video(
-        find_video(request.video, cache_dir, fps, _most_frames(request, spec, fps), keep=keep, check=check)
-    )
+    most = _most_frames(request, spec, fps)
+    return spec.from_video(find_video(request.video, FIELD, cache_dir, fps, most, keep=keep, check=check))
 
 
 def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
@@ -106,8 +106,9 @@ def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
 
 def find_video(
     file: str,
+    field: str,
     cache_dir: Path | None,
-    fps: int,
+    fps: int | None,
     most: int,
     *,
     keep: bool = True,
@@ -116,7 +117,8 @@ def find_video(
     """Return a video that a request names, checked; see `with_video`.
 
     Args:
-        fps: the rate at which its frames are read.
+        field: the request's field, for errors.
+        fps: the rate at which its frames are read; by default its own, in whole frames per second.
         most: the most frames to count.
     """
     reference = parse_reference(file)
@@ -129,18 +131,18 @@ def find_video(
         name = path.name.replace("\\", "_")
     else:
         path, name = images_dir(cache_dir or Path()) / reference.digest, reference.name
-        if cache_dir is None or not path.is_file() or _digest(path, name, check) != reference.digest:
-            raise InvalidRequestError(FIELD, "source.copy_missing", file=name)
-    counted = _count(path, name, fps, most, check)
-    info, digest = counted.info, _digest(path, name, check)
-    kept = _kept(path, name, digest, cache_dir, check) if keep and cache_dir is not None else path
+        if cache_dir is None or not path.is_file() or _digest(path, name, field, check) != reference.digest:
+            raise InvalidRequestError(field, "source.copy_missing", file=name)
+    counted = _count(path, name, field, fps, most, check)
+    info, digest = counted.info, _digest(path, name, field, check)
+    kept = _kept(path, name, field, digest, cache_dir, check) if keep and cache_dir is not None else path
     return VideoUse(
         name=name,
         path=kept,
         digest=digest,
         width=info.width,
         height=info.height,
-        fps=fps,
+        fps=counted.fps,
         frames=min(counted.frames, most),
         seconds=info.seconds,
     )
@@ -159,7 +161,7 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
-        use = find_video(str(partial), cache_dir, 1, 1, check=check)
+        use = find_video(str(partial), FIELD, cache_dir, 1, 1, check=check)
     except InvalidRequestError as error:
         raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
     except OSError as error:
@@ -172,7 +174,7 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
     return use.replace(name=name)
 
 
-def open_video(use: VideoUse, check: Callable[[], None] = never) -> VideoInfo:
+def open_video(use: VideoUse, field: str, check: Callable[[], None] = never) -> VideoInfo:
     """Return what is needed to read a video.
 
     Raises:
@@ -180,10 +182,10 @@ def open_video(use: VideoUse, check: Callable[[], None] = never) -> VideoInfo:
         MachineError: if there is no ffmpeg.
     """
     if not use.path.is_file():
-        raise InvalidRequestError(FIELD, "source.gone", file=use.name)
-    if _digest(use.path, use.name, check) != use.digest:
-        raise InvalidRequestError(FIELD, "source.changed", file=use.name)
-    return read_info(use.path, FIELD, check)
+        raise InvalidRequestError(field, "source.gone", file=use.name)
+    if _digest(use.path, use.name, field, check) != use.digest:
+        raise InvalidRequestError(field, "source.changed", file=use.name)
+    return read_info(use.path, field, check)
 
 
 def open_picture(use: InputFile) -> Image.Image:
@@ -195,34 +197,35 @@ def open_picture(use: InputFile) -> Image.Image:
     """
     if not isinstance(use, VideoUse):
         return open_image(use)
-    frames = next(read_video(open_video(use), 1, most=1, field=FIELD))
+    frames = next(read_video(open_video(use, FIELD), 1, most=1, field=FIELD))
     return Image.fromarray(frames[0])
 
 
-def _count(path: Path, name: str, fps: int, most: int, check: Callable[[], None]) -> _Counted:
+def _count(path: Path, name: str, field: str, fps: int | None, most: int, check: Callable[[], None]) -> _Counted:
     """Return what a video has, and at least `most` of its frames counted if there are so many."""
-    digest = _DIGESTS.get(_stamp(path, name))
+    digest = _DIGESTS.get(_stamp(path, name, field))
     counted = None if digest is None else _COUNTED.get((digest, fps))
     if counted is None or counted.frames == counted.most < most:
         # What is no video is refused before all of it is read for its digest.
-        info = read_info(path, FIELD, check)
-        counted = _Counted(info, count_frames(info, Fraction(fps), most, FIELD, check), most)
-        _remember(_COUNTED, (_digest(path, name, check), fps), counted)
+        info = read_info(path, field, check)
+        rate = min(max(round(info.rate), 1), MAX_FPS) if fps is None else fps
+        counted = _Counted(info, rate, count_frames(info, Fraction(rate), most, field, check), most)
+        _remember(_COUNTED, (_digest(path, name, field, check), fps), counted)
     return counted
 
 
-def _digest(path: Path, name: str, check: Callable[[], None]) -> str:
+def _digest(path: Path, name: str, field: str, check: Callable[[], None]) -> str:
     """Return the SHA-256 of a file, which is read once for each time of modification."""
-    stamp = _stamp(path, name)
+    stamp = _stamp(path, name, field)
     if stamp not in _DIGESTS:
         try:
             _remember(_DIGESTS, stamp, sha256(path, check))
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable(path, field, error) from error
     return _DIGESTS[stamp]
 
 
-def _stamp(path: Path, name: str) -> _Stamp:
+def _stamp(path: Path, name: str, field: str) -> _Stamp:
     """Return what changes with a file.
 
     Raises:
@@ -231,15 +234,15 @@ def _stamp(path: Path, name: str) -> _Stamp:
     try:
         stat = path.stat()
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(path, field, error) from error
     if stat.st_size > MAX_FILE_BYTES and S_ISREG(stat.st_mode):
-        raise InvalidRequestError(FIELD, "source.file_too_large", file=name, most=MAX_FILE_BYTES)
+        raise InvalidRequestError(field, "source.file_too_large", file=name, most=MAX_FILE_BYTES)
     return _Stamp(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-def _unreadable(path: Path, error: Exception) -> InvalidRequestError:
+def _unreadable(path: Path, field: str, error: Exception) -> InvalidRequestError:
     return InvalidRequestError(
-        FIELD, "source.unreadable", file=path, reason=getattr(error, "strerror", None) or str(error)
+        field, "source.unreadable", file=path, reason=getattr(error, "strerror", None) or str(error)
     )
 
 
@@ -249,19 +252,19 @@ def _remember(entries: dict[Key, Value], key: Key, value: Value) -> None:
     entries[key] = value
 
 
-def _kept(path: Path, name: str, digest: str, cache_dir: Path, check: Callable[[], None]) -> Path:
+def _kept(path: Path, name: str, field: str, digest: str, cache_dir: Path, check: Callable[[], None]) -> Path:
     """Copy a video to the cache, or find its copy; return its path, or `path` if nothing can be written there."""
     folder = images_dir(cache_dir)
     copy = folder / digest
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with held(folder / LOCK):
-            if not copy.is_file() or _digest(copy, name, check) != digest:
-                replace_file(copy, _parts(path, name, digest, check), sync=True)
+            if not copy.is_file() or _digest(copy, name, field, check) != digest:
+                replace_file(copy, _content(path, name, field, digest, check), sync=True)
             elif time.time() - copy.stat().st_mtime > _TOUCHED_SECONDS:
                 # It is new again, so that `images.remove_unused` does not take it for one that is no longer used.
                 os.utime(copy)
-                _remember(_DIGESTS, _stamp(copy, name), digest)
+                _remember(_DIGESTS, _stamp(copy, name, field), digest)
     except OSError as error:
         if error.errno in DISK_FULL:
             raise OutputError("source.disk_full", folder=folder) from error
@@ -269,7 +272,7 @@ def _kept(path: Path, name: str, digest: str, cache_dir: Path, check: Callable[[
     return copy
 
 
-def _parts(path: Path, name: str, digest: str, check: Callable[[], None]) -> Iterator[bytes]:
+def _content(path: Path, name: str, field: str, digest: str, check: Callable[[], None]) -> Iterator[bytes]:
     """Yield the content of a file.
 
     Raises:
@@ -282,4 +285,4 @@ def _parts(path: Path, name: str, digest: str, check: Callable[[], None]) -> Ite
             content.update(part)
             yield part
     if content.hexdigest() != digest:
-        raise InvalidRequestError(FIELD, "source.changed", file=name)
+        raise InvalidRequestError(field, "source.changed", file=name)

@@ -302,7 +302,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     """Return a digest of the clip and of the model's files, independent of how the clip is computed."""
     # Earlier versions had no videos as inputs, and their checkpoints can be used.
     unused = set() if plan.video else _VIDEO_FIELDS if plan.images else _INPUT_FIELDS
-    excluded = _OTHER_FIELDS | unused
+    excluded = _OTHER_FIELDS | unused | (set() if plan.extend else {"extend"})
     # The prompt of a section may depend on when it is played, and the frames of a video that are read.
     excluded -= {"fps"} if plan.video or len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}

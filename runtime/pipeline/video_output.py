@@ -26,6 +26,7 @@ from runtime.core.request import UPSCALER
 from runtime.execution.decoded_frames import fetched
 from runtime.models.videos import open_picture
 from runtime.pipeline.blank_video import Detector, blank_video_error
+from runtime.pipeline.continuation import Continuation
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
 from runtime.planner.upscaling import calls_of
@@ -49,6 +50,9 @@ class VideoOutput:
         self._exit = ExitStack()
         self._interpolating = False
         self._finished = 0
+        extend = context.plan.extend
+        self._continuation = None if extend is None else Continuation(extend, context.cancel.check)
+        self._joined = False
         # Frames that are too few for a call of the upscaler.
         self._rest: list[np.ndarray] = []
 
@@ -112,13 +116,24 @@ class VideoOutput:
             self._context.emit(event)
 
     def write(self, frames: np.ndarray) -> None:
-        """Take decoded frames, (n, height, width, 3) uint8.
+        """Take decoded frames, (n, height, width, 3) uint8, which follow those of the video that they continue.
 
         Raises:
+            InvalidRequestError: if that video cannot be read any more.
             OutputError: if ffmpeg failed on earlier frames.
             CancelledError: within one frame, and one call of the upscaler, of the request.
         """
         self._detector.inspect(frames)
+        if self._continuation is not None:
+            if not self._joined:
+                self._joined = True
+                for earlier in self._continuation.frames():
+                    self._take(earlier)
+            frames = self._continuation.matched(frames)
+        if len(frames):
+            self._take(frames)
+
+    def _take(self, frames: np.ndarray) -> None:
         if self._on_frames is not None:
             self._on_frames(frames)
         if self._plain is None:

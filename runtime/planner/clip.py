@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
-from runtime.core.images import CROP, InputFile
+from runtime.core.images import CROP, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
@@ -23,8 +23,14 @@ _SIMILAR = 0.05
 def size_for(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
     """Return a clip's width and height in pixels.
 
-    They are those asked for, else from the proportions of the image or the video, or the model's.
+    They are those asked for, else from the proportions of the image or the video, or the model's. A continuation has
+    the size of its video.
+
+    Raises:
+        InvalidRequestError: if another one is asked for.
     """
+    if spec.extend is not None:
+        return _as_before(request, spec.extend, "width"), _as_before(request, spec.extend, "height")
     usual = spec.defaults.width, spec.defaults.height
     sides, first = (request.width, request.height), _first_input(spec)
     if first is None or AUTO not in sides:
@@ -36,6 +42,24 @@ def size_for(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
     if request.height != AUTO:
         return _multiple(int(request.height) * ratio, spec, "width"), int(request.height)
     return like_image(spec, first, usual[0] * usual[1])
+
+
+def fps_for(request: GenerationRequest, spec: ModelSpec) -> int:
+    """Return the frames per second asked for, else the model's; a continuation has those of its video.
+
+    Raises:
+        InvalidRequestError: if others are asked for.
+    """
+    if spec.extend is not None:
+        return _as_before(request, spec.extend, "fps")
+    return spec.defaults.fps if request.fps == AUTO else int(request.fps)
+
+
+def _as_before(request: GenerationRequest, video: VideoUse, field: str) -> int:
+    able, value = int(getattr(video, field)), getattr(request, field)
+    if value not in {AUTO, able}:
+        raise InvalidRequestError(field, "source.other_size", value=value, video=video.name, able=able)
+    return able
 
 
 def _first_input(spec: ModelSpec) -> InputFile | None:

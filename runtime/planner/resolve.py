@@ -178,7 +178,7 @@ class _Settings:
             InvalidRequestError: for a size, a length or a shift that the model does not support.
         """
         width, height = clip.size_for(request, spec)
-        fps = _or(request.fps, spec.defaults.fps)
+        fps = clip.fps_for(request, spec)
         frames = clip.frames_for(request, spec, fps)
         clip.check_size(spec, width, height, frames)
         steps = _or(request.steps, spec.defaults.steps)
@@ -280,7 +280,7 @@ class _Placed:
 
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
-    for field in ("image", "last_image", "video"):
+    for field in ("last_image", "extend", "video"):
         missing = (getattr(request, field) is None) != (getattr(spec, field) is None)
         assert not missing, "a spec without its request's images and video: see `models.requested`"
     if not spec.inputs and not (spec.image_input is not None and spec.image_input.required):
@@ -367,6 +367,7 @@ def _plan(
         last_image=spec.last_image,
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
+        extend=spec.extend,
         video=spec.video,
         strength=settings.strength,
         request=request,

@@ -69,6 +69,7 @@ class JobReplanner:
                 output=record.output,
                 image=spec.image,
                 last_image=spec.last_image,
+                extend=spec.extend,
                 video=spec.video,
                 loras=spec.loras,
             )
@@ -90,7 +91,7 @@ class JobReplanner:
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
     """Whether a plan is for a model's LoRAs, images and video; the files may be in another folder now."""
     inputs = [
-        [None if use is None else use.digest for use in (source.image, source.last_image, source.video)]
+        [None if use is None else use.digest for use in (source.image, source.last_image, source.extend, source.video)]
         for source in (plan, spec)
     ]
     loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]

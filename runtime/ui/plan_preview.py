@@ -18,11 +18,9 @@ from runtime.core.plan import PYTORCH, ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
-from runtime.models.images import with_images
 from runtime.models.loras import with_loras
-from runtime.models.requested import with_upscaler
+from runtime.models.requested import with_inputs, with_upscaler
 from runtime.models.spec import ModelSpec, folder_of
-from runtime.models.videos import with_video
 from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.history import History
@@ -141,8 +139,7 @@ class PlanPreview:
         try:
             spec = with_loras(spec, request.loras, self._weights_dir)
             spec = with_upscaler(spec, request, self._weights_dir)
-            spec = with_video(spec, request, self._weights_dir, self._engines.cache_dir, keep=False)
-            spec = with_images(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
+            spec = with_inputs(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
             context = PlanningContext(self.machine(), _NOWHERE, offers, self._history(), compares=True)
             plan = resolve(request, spec, context, builds_later=True)

@@ -307,6 +307,19 @@ _VIDEOS: Mapping[str, Message] = {
     "source.shorter": Message(
         "{file} has {frames:n frame} now, and {planned} were planned.", "Copy the video again and start a new job."
     ),
+    "source.two_starts": Message(
+        "A video that is extended starts from its last frame.", "Leave out {set[image]} and {set[video]}."
+    ),
+    "source.not_continued": Message(
+        "{model} does not start from an image, so it cannot continue a video.", "Select one of {models:list}."
+    ),
+    "source.too_many_frames": Message(
+        "{file} has {most} frames or more.", "Cut off its end with `jobs export`, and extend that."
+    ),
+    "source.other_size": Message(
+        "{field:setting} is {value}; the video {video} has {able}, and its continuation too.",
+        "Use {able}, or leave it out.",
+    ),
     "source.with_image": Message(
         "A video starts from an image or from a video, not from both.", "Leave one of them out."
     ),
