@@ -72,9 +72,15 @@ def request_from_flags(flags: Flags) -> GenerationRequest:
     Raises:
         InvalidRequestError: for an invalid value.
     """
+    return GenerationRequest.from_mapping({"model": settings.load().model, **fields_from_flags(flags)})
+
+
+def fields_from_flags(flags: Flags) -> dict[str, Any]:
+    """Return the fields of a request that options set, see `request_from_flags`."""
     texts = {name: text for name, text in flags.items() if text is not None}
-    preset = _preset(texts.pop("preset", None), texts.get("lora"))
-    values: dict[str, Any] = {"prompt": texts.pop("prompt"), "model": settings.load().model, **preset}
+    values: dict[str, Any] = {**_preset(texts.pop("preset", None), texts.get("lora"))}
+    if "prompt" in texts:
+        values["prompt"] = texts.pop("prompt")
     for name, text in texts.items():
         field = _FIELD_OF[name]
         declared = FIELDS[field]
@@ -82,7 +88,7 @@ def request_from_flags(flags: Flags) -> GenerationRequest:
             values |= _guidance(text)
         else:
             values[field] = text if declared.repeatable else declared.parse(text)
-    return GenerationRequest.from_mapping(values)
+    return values
 
 
 def flags_in(text: str) -> Flags:
@@ -195,6 +201,14 @@ def takes_options(*names: str) -> Callable[[Callable[..., Result]], Callable[...
     """Decorate a command whose first parameter is a `GenerationRequest`: typer sees the named options instead."""
     # Commands without a prompt generate nothing; the request needs some text.
     return _takes([OPTIONS[name] for name in names], lambda flags: request_from_flags({"prompt": "none", **flags}))
+
+
+def takes_changes(*names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorate a command whose first parameter has fields of a request: typer sees the named options, and --prompt."""
+    declared = FIELDS["prompt"]
+    prompt = typer.Option("--prompt", metavar="TEXT", help=f"{declared.help} [default: the same]")
+    options = [_parameter("prompt", Annotated[str | None, prompt]), *(OPTIONS[name] for name in names)]
+    return _takes(options, fields_from_flags)
 
 
 def takes_flags(command: Callable[..., Result]) -> Callable[..., Result]:

@@ -4,7 +4,7 @@ The job is added to the store as claimed by this process, so it does not wait in
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery
 from runtime.queue.executors import VideoExecutor
 from runtime.queue.instances import Instance
-from runtime.queue.job_planning import JobReplanner, queue_builds
+from runtime.queue.job_planning import JobReplanner, continuation, queue_builds
 from runtime.queue.records import JobRecord
 from runtime.queue.run import ControlPoller, Outcome, Run, Work
 from runtime.queue.store import JobStore, open_store
@@ -93,6 +93,22 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         store, job = _stored(environment, stack, request, plan)
         queue_missing_engines(store, job, plan, spec, environment.engines.store)
         return _run(environment, store, job, lambda _: (spec, plan), as_json=as_json)
+
+
+def extend(id_prefix: str, changes: Mapping[str, object], out: str | None, *, confirmed: bool, as_json: bool) -> int:
+    """Generate a longer video from that of the job whose id starts with `id_prefix`; see `generate`.
+
+    Args:
+        changes: fields of the request that differ from those of the job.
+
+    Raises:
+        StoreError: if the job does not exist, or has no video.
+    """
+    store = open_store(settings.load().cache_dir)
+    check_stored(store)
+    request = continuation(store.find(id_prefix), changes)
+    store.close()
+    return generate(request, out, confirmed=confirmed, as_json=as_json)
 
 
 def queue_missing_engines(

@@ -33,6 +33,7 @@ from runtime.cli.flags import (
     JsonFlag,
     OfflineFlag,
     downloads_disabled,
+    takes_changes,
     takes_flags,
     takes_options,
     takes_request,
@@ -560,6 +561,26 @@ def jobs_resume(
     from runtime.cli.generate import resume
 
     return resume(job, out, as_json=as_json)
+
+
+@_command(jobs_app, "extend")
+@takes_changes(
+    "negative_prompt", "frames", "seconds", "steps", "guidance", "seed", "last_image", "lora", "backend", "interpolate",
+    "upscale", "upscaler", "crf",
+)  # fmt: skip
+def jobs_extend(
+    changes: Flags,
+    job: JobId,
+    out: Annotated[
+        OptionalText, typer.Option(metavar="FILE.mp4", help="The longer video. [default: in Cache/outputs]")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a video that takes hours.")] = False,
+    as_json: JsonFlag = False,
+) -> int:
+    """Make a finished video longer; options that are not given are as before, except for the seed."""
+    from runtime.cli.generate import extend
+
+    return extend(job, changes, out, confirmed=yes, as_json=as_json)
 
 
 @_command(jobs_app, "finish")

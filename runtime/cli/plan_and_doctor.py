@@ -83,6 +83,8 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
         width, height = plan.video_size
         size = f"{size}, upscaled {plan.upscale} times to {width}x{height} by {plan.upscaler}"
     frames = f"{plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} fps)"
+    if plan.extend is not None:
+        frames = f"{frames} after the {plan.extend.frames} of {plan.extend.name}"
     if plan.interpolation > 1:
         frames = f"{frames}, interpolated to {plan.video_frames} frames at {plan.video_fps} fps"
     return f"{spec.title}: {size}, {frames}, {steps}, {plan.tokens:,} tokens, seed {plan.seed}"

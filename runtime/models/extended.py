@@ -3,12 +3,12 @@
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from PIL import Image
 from pydantic import Field, TypeAdapter, ValidationError
@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.images import ClipPart, ImageUse, VideoUse
+from runtime.core.plan import plain_output
 from runtime.core.request import MAX_FRAMES, MAX_PROMPT_CHARACTERS, GenerationRequest
 from runtime.models.images import image_models, keep_image
 from runtime.models.spec import ModelSpec
@@ -45,8 +46,8 @@ def with_extended(
         cache_dir, keep, check: see `models.images.with_images`.
 
     Raises:
-        InvalidRequestError: if the video cannot be read or is too long, the model does not start from an image, or the
-            request has another start.
+        InvalidRequestError: if the video cannot be read, is too long, or was enlarged or interpolated, if the model
+            does not start from an image, or the request has another start.
         MachineError: if there is no ffmpeg.
         OutputError: if the disk is too full for a copy.
     """
@@ -57,33 +58,52 @@ def with_extended(
     if spec.image_input is None:
         able = [model.name for model in image_models(weights_dir)]
         raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
-    use = find_video(request.extend, FIELD, cache_dir, None, MAX_FRAMES, keep=keep, check=check)
+    use = find_video(request.extend, cache_dir, None, MAX_FRAMES, field=FIELD, keep=keep, check=check)
     if use.frames >= MAX_FRAMES:
         raise InvalidRequestError(FIELD, "source.too_many_frames", file=use.name, most=MAX_FRAMES)
-    use = use.replace(parts=_parts_of(use))
+    metadata = _metadata_of(use)
+    _check_not_finished(use, metadata)
+    use = use.replace(parts=_parts_of(use, metadata))
     return replace(spec, extend=use, image=_last_frame(use, cache_dir if keep else None, check))
 
 
-def _parts_of(use: VideoUse) -> tuple[ClipPart, ...]:
-    """Return the parts of a video, from its metadata if Tandem made it."""
+def _metadata_of(use: VideoUse) -> dict[str, Any]:
+    """Return what Tandem wrote into a video about its request and plan; empty for other videos."""
     try:
         metadata = read_metadata(use.path)
     except OutputError:
-        metadata = {}
-    request, plan = metadata.get("request"), metadata.get("plan")
+        return {}
+    return {name: value for name, value in metadata.items() if name in {"request", "plan"} and isinstance(value, dict)}
+
+
+def _check_not_finished(use: VideoUse, metadata: Mapping[str, Any]) -> None:
+    """Check that a video of Tandem has the frames that the model made.
+
+    Raises:
+        InvalidRequestError: if they were enlarged or interpolated, with the name of the video that was kept.
+    """
+    request = metadata.get("request", {})
+    made = [request.get(name) for name in ("width", "height", "fps")]
+    if all(isinstance(value, int) for value in made) and made != [use.width, use.height, use.fps]:
+        plain = plain_output(Path(use.name)).name
+        raise InvalidRequestError(FIELD, "source.finished", file=use.name, plain=plain)
+
+
+def _parts_of(use: VideoUse, metadata: Mapping[str, Any]) -> tuple[ClipPart, ...]:
+    """Return the parts of a video as its metadata states them; one if it states none."""
     with contextlib.suppress(ValidationError):
-        parts = _PARTS.validate_python(plan.get("parts") if isinstance(plan, dict) else None)
+        parts = _PARTS.validate_python(metadata.get("plan", {}).get("parts"))
         if sum(part.frames for part in parts) == use.frames:
             return parts
-    prompt = request.get("prompt") if isinstance(request, dict) else None
-    known = isinstance(prompt, str) and len(prompt) <= MAX_PROMPT_CHARACTERS
-    return (ClipPart(prompt=str(prompt) if known else "", frames=use.frames),)
+    prompt = metadata.get("request", {}).get("prompt")
+    usable = isinstance(prompt, str) and len(prompt) <= MAX_PROMPT_CHARACTERS
+    return (ClipPart(prompt=str(prompt) if usable else "", frames=use.frames),)
 
 
 def _last_frame(use: VideoUse, cache_dir: Path | None, check: Callable[[], None]) -> ImageUse:
     """Return the last frame of a video as an image, whose file is kept unless `cache_dir` is `None`."""
     if use.digest not in _LAST_FRAMES:
-        info = open_video(use, FIELD, check)
+        info = open_video(use, check, FIELD)
         frames = deque(read_video(info, 1, rate=Fraction(use.fps), most=use.frames, field=FIELD, check=check), 1)
         file = BytesIO()
         Image.fromarray(frames[0][0]).save(file, "PNG", compress_level=1)

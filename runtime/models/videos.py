@@ -92,7 +92,7 @@ def with_video(
         raise InvalidRequestError(FIELD, code, model=spec.title, models=able)
     fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
     most = _most_frames(request, spec, fps)
-    return spec.from_video(find_video(request.video, FIELD, cache_dir, fps, most, keep=keep, check=check))
+    return spec.from_video(find_video(request.video, cache_dir, fps, most, keep=keep, check=check))
 
 
 def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
@@ -106,20 +106,20 @@ def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
 
 def find_video(
     file: str,
-    field: str,
     cache_dir: Path | None,
     fps: int | None,
     most: int,
     *,
+    field: str = FIELD,
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> VideoUse:
     """Return a video that a request names, checked; see `with_video`.
 
     Args:
-        field: the request's field, for errors.
-        fps: the rate at which its frames are read; by default its own, in whole frames per second.
+        fps: the rate at which its frames are read; `None` for its own, in whole frames per second.
         most: the most frames to count.
+        field: the request's field, for errors.
     """
     reference = parse_reference(file)
     if reference is None:
@@ -161,7 +161,7 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
-        use = find_video(str(partial), FIELD, cache_dir, 1, 1, check=check)
+        use = find_video(str(partial), cache_dir, 1, 1, check=check)
     except InvalidRequestError as error:
         raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
     except OSError as error:
@@ -174,7 +174,7 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
     return use.replace(name=name)
 
 
-def open_video(use: VideoUse, field: str, check: Callable[[], None] = never) -> VideoInfo:
+def open_video(use: VideoUse, check: Callable[[], None] = never, field: str = FIELD) -> VideoInfo:
     """Return what is needed to read a video.
 
     Raises:
@@ -197,7 +197,7 @@ def open_picture(use: InputFile) -> Image.Image:
     """
     if not isinstance(use, VideoUse):
         return open_image(use)
-    frames = next(read_video(open_video(use, FIELD), 1, most=1, field=FIELD))
+    frames = next(read_video(open_video(use), 1, most=1, field=FIELD))
     return Image.fromarray(frames[0])
 
 

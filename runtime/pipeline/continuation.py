@@ -43,7 +43,7 @@ class Continuation:
             MachineError: if there is no ffmpeg.
         """
         use, count = self._use, 0
-        info = open_video(use, FIELD, self._check)
+        info = open_video(use, self._check, FIELD)
         reading = read_video(info, _AT_ONCE, rate=Fraction(use.fps), most=use.frames, field=FIELD, check=self._check)
         for frames in reading:
             count += len(frames)

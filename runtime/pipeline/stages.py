@@ -161,7 +161,7 @@ def video_frames(
     """
     use = plan.video
     assert use is not None
-    info = open_video(use, "video", check)
+    info = open_video(use, check)
     video = torch.empty((plan.frames, plan.height, plan.width, COLORS), dtype=torch.uint8)
     reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field="video", check=check)
     count = 0

@@ -5,8 +5,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from runtime.core.cancel import never
+from runtime.core.errors import StoreError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -23,6 +25,9 @@ from runtime.queue.recovery import avoid_causes
 from runtime.queue.store import JobStore
 
 logger = logging.getLogger(__name__)
+
+# What the continuation of a video does not take over from it.
+_OF_FIRST_PART = ("seed", "width", "height", "fps", "image", "last_image", "video", "strength")
 
 
 class JobReplanner:
@@ -86,6 +91,23 @@ class JobReplanner:
             builds_later=self._builds_later,
         )
         return spec, avoid_causes(plan, spec, deaths)
+
+
+def continuation(job: JobRecord, changes: Mapping[str, object]) -> GenerationRequest:
+    """Return the request that makes the video of a job longer: the job's own with a new seed, or with changes.
+
+    Raises:
+        StoreError: if the job has no video.
+        InvalidRequestError: for changes that are not valid.
+    """
+    saved = job.saved
+    if saved is None or not saved.video.is_file():
+        raise StoreError("queue.no_video", job=job.id)
+    asked = job.generation_request().to_json()
+    new = GenerationRequest(prompt="none").to_json()
+    kept = {name: new[name] for name in _OF_FIRST_PART} | {"extend": str(saved.plain or saved.video)}
+    length = {name: AUTO for name in ("frames", "seconds")} if {"frames", "seconds"} & {*changes} else {}
+    return GenerationRequest.from_mapping({**asked, **kept, **length, **changes})
 
 
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:

@@ -62,16 +62,13 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "compile": ("auto", st.sampled_from(["auto", "always", "never"]) | JSON),
     "shift": ("auto", st.sampled_from(["auto", 3.0, 0, -1]) | JSON),
     "vae_precision": ("auto", st.sampled_from(["auto", "float32", "bfloat16"]) | JSON),
-<<<<<<< HEAD
-    "upscale": ("auto", st.sampled_from(["auto", "off", "2", 2, "5", "2x", ""]) | JSON),
-=======
     "interpolate": ("off", st.sampled_from(["off", "2", 4, "3", ""]) | JSON),
-    "upscale": ("off", st.sampled_from(["off", "2", 2, "5", "2x", ""]) | JSON),
->>>>>>> interpolation
+    "upscale": ("auto", st.sampled_from(["auto", "off", "2", 2, "5", "2x", ""]) | JSON),
     "upscaler": ("auto", st.sampled_from(["auto", "none", "../x", "/etc/passwd"]) | JSON),
     "image": (None, IMAGE),
     "last_image": (None, IMAGE),
     "image_fit": ("crop", st.sampled_from(["crop", "fit", ""]) | JSON),
+    "extend": (None, IMAGE),
     "video": (None, IMAGE),
     "strength": (0.6, st.sampled_from([0.6, 1, 0, "auto", 1.5]) | JSON),
     "image_position": ("center", st.sampled_from(["center", "top", "0.2,0.8"]) | JSON),

@@ -313,6 +313,10 @@ _VIDEOS: Mapping[str, Message] = {
     "source.not_continued": Message(
         "{model} does not start from an image, so it cannot continue a video.", "Select one of {models:list}."
     ),
+    "source.finished": Message(
+        "{file} was enlarged or interpolated after it was made, and what follows would not be.",
+        "Extend {plain}, which was kept beside it.",
+    ),
     "source.too_many_frames": Message(
         "{file} has {most} frames or more.", "Cut off its end with `jobs export`, and extend that."
     ),

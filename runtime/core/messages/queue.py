@@ -28,6 +28,7 @@ MESSAGES: Mapping[str, Message] = {
         "The video of job {job} is not made in sections.", "Wait until it ends, or cancel it."
     ),
     "queue.job_done": Message("Job {job} is done.", "Its video is {video}."),
+    "queue.no_video": Message("Job {job} has no video.", "Choose a job that is done; `{tandem} jobs list` lists them."),
     "queue.job_deleted": Message("Job {job} is deleted.", "Run `{tandem} jobs undelete {job}` to restore it first."),
     "queue.job_not_queued": Message("Job {job} is no longer queued.", "Refresh the queue."),
     "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Queue at most {maximum:,} at once."),
