@@ -95,7 +95,7 @@ def test_the_result_has_both_parts(tiny: Tiny, first: Path) -> None:
     again = with_extended(tiny("wan2.2-ti2v-5b"), request, first.parent, first.parent / "cache")
     assert (again.extend, again.image) == (spec.extend, spec.image)
     third, _ = planned(tiny("wan2.2-ti2v-5b"), plan.output, prompt="it rises")
-    assert third.parts == (*(ClipPart(**part) for part in parts), ClipPart(prompt="it rises", frames=NEW - 1))
+    assert third.parts == (*map(ClipPart.model_validate, parts), ClipPart(prompt="it rises", frames=NEW - 1))
 
 
 def test_both_parts_are_finished(tiny: Tiny, first: Path) -> None:
