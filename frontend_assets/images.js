@@ -1,13 +1,14 @@
-// The images of Make: dropped, pasted, picked, an example, or a frame of a video. The form has their names; the places
-// show what the model will see of them. Dropped files of other kinds are for restore.js.
+// The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to make anew. The form has
+// their names; the places show what the model will see of them. Dropped files of other kinds are for restore.js.
 (() => {
   "use strict";
   const tandem = window.tandem;
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image"];
+  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "video"];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
+  const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const $$ = (selector, parent = document) => [...parent.querySelectorAll(selector)];
   const { set, value } = tandem;
@@ -119,25 +120,28 @@
     const [before, after] = withImage ? [text, image] : [image, text];
     return Object.entries(before).every(([name, scale]) => Number(value(name)) === scale) ? after : {};
   };
-  const isFirst = (field) => field === "image" && !chosen("image");
-  const sizeNote = (field) => isFirst(field) && value("size_from") !== FROM_IMAGE ? "The size follows the image." : "";
+  const isFirst = (field) => field !== "last_image" && !chosen("image") && !chosen("video");
+  const sizeNote = (field) => isFirst(field) && value("size_from") !== FROM_IMAGE ? `The size follows the ${field}.` : "";
   const use = (field, reference, picture, changes = {}) => {
     remember(digestOf(reference), picture);
     tandem.unmark();
     tandem.uncustomized();
-    const first = isFirst(field) ? { size_from: FROM_IMAGE, ...guidance(true) } : {};
-    tandem.apply({ [field]: reference, ...first, ...changes });
+    const first = isFirst(field) ? { size_from: FROM_IMAGE } : {};
+    const scales = field === "image" && !chosen("image") ? guidance(true) : field === "video" && chosen("image") ? guidance(false) : {};
+    const others = field === "video" ? { image: "", last_image: "" } : { video: "" };
+    tandem.apply({ ...others, [field]: reference, ...first, ...scales, ...changes });
   };
 
   // Returns what the server has kept of a file; nothing if it was refused, or if `isCurrent` no longer holds.
-  const send = async (file, isCurrent = () => true) => {
+  const send = async (file, isCurrent = () => true, kind = "images") => {
     const most = Number(section().dataset.most);
     if (file.size > most) {
-      note(`“${file.name}” is larger than ${Math.round(most / 2 ** 20)} MB. Save a smaller copy of it.`, true);
+      const help = kind === "images" ? "Save a smaller copy of it." : "Cut out a part, or use the command line.";
+      note(`“${file.name}” is larger than ${Math.round(most / 2 ** 20)} MB. ${help}`, true);
       return null;
     }
     note(`Loading “${file.name}”…`);
-    const path = `tandem/images/${encodeURIComponent(file.name.slice(-NAME).toWellFormed?.() ?? "image")}`;
+    const path = `tandem/${kind}/${encodeURIComponent(file.name.slice(-NAME).toWellFormed?.() ?? "file")}`;
     const answer = await fetch(path, { method: "POST", body: file, cache: "no-store" }).catch(() => null);
     const upload = answer?.ok ? await answer.json().catch(() => null) : null;
     if (!upload && isCurrent()) note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
@@ -156,10 +160,34 @@
     note([sizeNote(field), line].filter(Boolean).join(" "));
     use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
+  const takeVideo = async (file, line = "") => {
+    show();
+    const turn = newest.video = {};
+    const upload = await send(file, () => newest.video === turn, "videos");
+    if (!upload) return;
+    const { video, width, height, seconds } = upload;
+    const { picture: url = "" } = await ask({ what: "picture", video });
+    if (newest.video !== turn) return;
+    const changes = noLonger(seconds);
+    note([sizeNote("video"), changes.frames ? "The length follows the video." : "", line].filter(Boolean).join(" "));
+    use("video", video, { url, width, height, seconds }, changes);
+  };
+  // A clip is not longer than the video that it is made from.
+  const noLonger = (seconds) => {
+    const frames = Math.round((seconds ?? Infinity) * value("fps")), stride = Number($("#field-frames input")?.step) || 1;
+    return frames < value("frames") ? { frames: Math.floor((frames - 1) / stride) * stride + 1 } : {};
+  };
+  // Takes a video that was dropped; returns whether the model starts from one.
+  tandem.takeVideo = (file) => {
+    if (!place("video") || !(file.type.startsWith("video/") || VIDEO.test(file.name))) return false;
+    takeVideo(file);
+    return true;
+  };
   const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
   // Takes the first image of several files; returns whether there is one.
   tandem.takeImages = (files, target = null) => {
     const dropPlace = target?.closest?.("#images [data-place]");
+    if (dropPlace?.dataset.place === "video" && files.length) { takeVideo(files[0]); return true; }
     const images = [...files].filter((file) => file.type.startsWith("image/") || IMAGE.test(file.name));
     if (!images.length && dropPlace && files.length && !/\.(mp4|json)$/i.test(files[0].name)) images.push(files[0]);
     if (!images.length) return false;
@@ -177,18 +205,21 @@
   });
   document.addEventListener("change", ({ target }) => {
     if (!target.id?.startsWith("pick-") || !target.files?.length) return;
-    take(target.files[0], target.id.slice("pick-".length));
+    const field = target.id.slice("pick-".length);
+    if (field === "video") takeVideo(target.files[0]); else take(target.files[0], field);
     target.value = "";
   });
+  // While a slider moves, the form is a step behind.
+  const SLIDERS = { "image-position": "image_position", strength: "strength" };
+  const moving = {};
   document.addEventListener("input", ({ target }) => {
-    if (target.id !== "image-position") return;
-    position = Number(target.value);
+    const field = SLIDERS[target.id];
+    if (!field) return;
+    moving[field] = Number(target.value);
     tandem.showImages();
-    tandem.apply({ image_position: position });
+    tandem.apply({ [field]: moving[field] });
   });
-  // While the slider moves, the form is a step behind.
-  let position = null;
-  document.addEventListener("change", ({ target }) => { if (target.id === "image-position") position = null; });
+  document.addEventListener("change", ({ target }) => { delete moving[SLIDERS[target.id]]; });
 
   // A frame of the video on the stage or in the viewer: the one that is shown if it is paused, else the last.
   const moment = (button) => {
@@ -235,7 +266,8 @@
   // The frame of the plan, or what is known of it before there is a plan.
   let planned = null;
   tandem.plannedSize = (size) => { planned = size; tandem.showImages(); };
-  const fromImage = () => Boolean(chosen("image")) && value("size_from") === FROM_IMAGE;
+  const main = () => chosen("video") ? "video" : "image";
+  const fromImage = () => Boolean(chosen(main())) && value("size_from") === FROM_IMAGE;
   const frameSize = (picture) => {
     if (!fromImage()) return [value("width"), value("height")];
     return planned ?? (picture?.width ? [picture.width, picture.height] : [value("width"), value("height")]);
@@ -249,35 +281,48 @@
   tandem.imageSize = () => fromImage() ? planned : null;
   // Pictures that came with the settings of a video, by digest; see restore.js.
   tandem.thumbnails = (images) => {
-    for (const { digest, thumbnail, width, height } of Object.values(images ?? {})) {
+    for (const { digest, thumbnail, width, height, seconds } of Object.values(images ?? {})) {
       if (digest && /^data:image\/webp;base64,[\w+/=]+$/.test(thumbnail ?? "") && !pictures[digest]?.url) {
-        pictures[digest] = { url: thumbnail, width, height };
+        pictures[digest] = { url: thumbnail, width, height, seconds };
       }
     }
   };
 
-  const picture = (reference) => {
+  const picture = (field) => {
+    const reference = chosen(field);
     const digest = digestOf(reference);
     const stored = pictures[digest];
     // One without a picture is asked for once; visitors' pages have no answer.
     if (stored || !digest || !tandem.restored) return stored;
     pictures[digest] = {};
-    ask({ what: "picture", image: reference }).then((answer) => {
-      if (answer.picture) remember(digest, { url: answer.picture, width: answer.width, height: answer.height });
+    ask({ what: "picture", [field === "video" ? field : "image"]: reference }).then((answer) => {
+      const { picture: url, width, height, seconds } = answer;
+      if (url) remember(digest, { url, width, height, seconds });
     });
     return null;
+  };
+  const showStrength = (row, visible) => {
+    hide(row, !visible);
+    const slider = $("input", row), strength = moving.strength ?? value("strength"), steps = value("steps");
+    if (slider.value !== String(strength) && document.activeElement !== slider) slider.value = strength;
+    const run = Math.min(Math.floor(steps * strength), steps);
+    const text = `${strength}, ${run} of ${steps} step${steps === 1 ? "" : "s"}`;
+    write($("output", row), text);
+    set(slider, "aria-valuetext", text);
   };
   tandem.showImages = () => {
     if (!section() || !tandem.values.length) return;
     let adjustable = 0, any = false;
-    const fit = value("image_fit"), at = position ?? value("image_position") ?? 50;
+    const fit = value("image_fit"), at = moving.image_position ?? value("image_position") ?? 50;
     for (const field of FIELDS) {
       const node = place(field);
       if (!node) continue;
       const reference = chosen(field), seen = $(".seen", node), image = $("img", seen);
-      const shownPicture = reference ? picture(reference) : null;
-      const size = frameSize(chosen("image") ? picture(chosen("image")) : shownPicture);
+      const shownPicture = reference ? picture(field) : null;
+      const size = frameSize(chosen(main()) ? picture(main()) : shownPicture);
       any ||= Boolean(reference);
+      // A video excludes images.
+      hide(node, Boolean(field === "video" ? chosen("image") : chosen("video")));
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
@@ -287,7 +332,10 @@
         set(image, "style", `object-fit:${fit === "fit" ? "contain" : "cover"};object-position:${fit === "fit" ? 50 : at}% ${fit === "fit" ? 50 : at}%`);
         adjustable = Math.max(adjustable, cutShare(shownPicture, size));
       }
-      write($(".what", node), reference ? nameOf(reference) : "or drop or paste it");
+      const length = shownPicture?.seconds ? `, ${shownPicture.seconds.toFixed(1)} s` : "";
+      const empty = field === "video" ? "or drop it here" : "or drop or paste it";
+      write($(".what", node), reference ? `${nameOf(reference)}${length}` : empty);
+      if (field === "video") showStrength($(".strength", node), Boolean(reference));
       write($("label.button span", node), reference ? "Replace" : "Choose");
       hide($("[data-clear]", node), !reference);
       const examples = $(".examples", node);

@@ -54,6 +54,13 @@
     chip.classList.toggle("pictured", Boolean(image));
     if (chip.dataset.picture !== address) { chip.dataset.picture = address; chip.style.backgroundImage = image; }
   };
+  // The text of the chip of images: what is chosen, or what the model takes.
+  const inputs = (value) => {
+    const [image, video] = ["image", "video"].map((name) => $(`#images [data-place=${name}]`));
+    if (video && value("video")) return ["Video", "a video is chosen"];
+    if (image && value("image")) return ["Image", "chosen"];
+    return [image && video ? "+ Image or video" : video ? "+ Video" : "+ Image", "none"];
+  };
   tandem.showChips = (value) => {
     prepare();
     const ownPreset = tandem.showOwnPresets();
@@ -64,7 +71,7 @@
     const named = /:/.test(title) ? title : size, seed = value("seed");
     const texts = {
       model: [model],
-      images: value("image") ? ["Image", "chosen"] : ["+ Image", "none"],
+      images: inputs(value),
       size: [named, named === size ? size : `${named}, ${size}`],
       length: [`${(value("frames") / value("fps")).toFixed(1)} s`],
       quality: [ownPreset || ($("#presets input:checked ~ span")?.textContent ?? "Custom")],
@@ -75,7 +82,7 @@
       const lacks = !$(`#pop-${name}`) || (name === "images" && !image) || (name === "quality" && !$("#presets fieldset"));
       if (chip.hidden !== lacks) chip.hidden = lacks;
       write(chip, text, about);
-      if (name === "images") picture(chip, value("image") ? $("#images [data-place=image] .seen img")?.src : "");
+      if (name === "images") picture(chip, $("#images .place.given .seen:not([hidden]) img")?.src ?? "");
     }
   };
 })();

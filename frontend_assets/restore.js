@@ -87,7 +87,7 @@
 
   // Fills the form and shows it; the server lists the values that it does not take. Without settings, the reason
   // appears where the user is.
-  const restore = async (file) => {
+  const restore = async (file, isDropped = false) => {
     const { panels } = window.tandem;
     const isText = /\.json$/i.test(file.name) || file.type === "application/json";
     const choose = "Choose an MP4 that Tandem generated, or a JSON file with its request.";
@@ -98,6 +98,8 @@
     } catch {
       text = `“${file.name}” is damaged or not ${isText ? "JSON" : "an MP4"}. ${choose}`;
     }
+    // A video that Tandem did not make can be changed.
+    if (!request && isDropped && window.tandem.takeVideo(file)) return;
     if (!request && panels.tab() !== "Make") { panels.notify(text, { error: true }); return; }
     for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
     panels.goTo("Make");
@@ -140,6 +142,6 @@
     event.preventDefault();
     const { files } = event.dataTransfer;
     const { takeImages, takeLatents } = window.tandem;
-    if (files.length && !takeLatents(files, event.target) && !takeImages(files, event.target)) restore(files[0]);
+    if (files.length && !takeLatents(files, event.target) && !takeImages(files, event.target)) restore(files[0], true);
   }, true);
 })();

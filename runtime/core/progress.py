@@ -424,7 +424,9 @@ class Progress:
             part = self.plan.title(self.part)
             part = part if part.startswith("VAE") else part.lower()
             return f"{title} for the {part}" if self.stage == "build" else f"{title} the {part}"
-        return "Reading the image" if self.stage == "encode" and self.part in _IMAGE_PARTS else title
+        if self.stage == "encode" and self.part in _IMAGE_PARTS:
+            return "Reading the image" if self.plan is None or self.plan.video is None else "Reading the video"
+        return title
 
     def at(self, now: float) -> "Progress":
         """Return the same progress at `now`, so that the time left counts down between events."""

@@ -35,6 +35,7 @@ LOGIN = "/login"
 # Tandem's own routes: all of the owner's page, and the videos of the visitors' page.
 OWN = "/tandem/"
 IMAGES = f"{OWN}images/"
+VIDEOS = f"{OWN}videos/"
 LATENTS = f"{OWN}latents/"
 # The path of Gradio's own route, which gradio_client uses; `image_uploads` takes its place.
 UPLOAD = "/gradio_api/upload"
@@ -42,7 +43,7 @@ VIDEO = "/video/"
 
 # Two texts of 5,000 characters, each character as an escape of twelve bytes, and the other fields.
 MAX_BODY_BYTES = 192 * 1024
-# Of an upload: an image, and the form around it.
+# Of an upload: an image or a video, and the form around it.
 MAX_UPLOAD_BYTES = MAX_FILE_BYTES + 64 * 1024
 _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 _MAX_DEPTH = 16
@@ -62,6 +63,7 @@ _READ = re.compile(
     rf"|{HEARTBEAT}[A-Za-z0-9_-]{{1,64}}|{GENERATE}/[0-9a-f]{{32}}"
 )
 _UPLOADS = re.compile(rf"{UPLOAD}|{IMAGES}[^/]{{1,600}}", re.DOTALL)
+_VIDEOS = re.compile(rf"{VIDEOS}[^/]{{1,600}}", re.DOTALL)
 _LATENTS = re.compile(rf"{LATENTS}[0-9a-f]{{16}}/[0-9]{{1,15}}/[0-9]{{1,15}}/[^/]{{1,600}}")
 _WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
@@ -69,7 +71,7 @@ _OWNER_READ = re.compile(
     rf"|report/(?:whole/)?[0-9a-f]{{8}}\.json)|{FILE}.*",
     re.DOTALL,
 )
-_OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}|{_LATENTS.pattern}")
+_OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}|{_LATENTS.pattern}|{_VIDEOS.pattern}", re.DOTALL)
 _VISITOR_READ = re.compile(rf"{VIDEO}.*", re.DOTALL)
 
 
@@ -107,8 +109,8 @@ def access(method: str, path: str, *, visitors: bool = False) -> Access | None:
 
 
 def is_upload(path: str) -> bool:
-    """Return whether a POST to this path sends an image, or a part of a file of latents."""
-    return _UPLOADS.fullmatch(path) is not None or _LATENTS.fullmatch(path) is not None
+    """Return whether a POST to this path sends an image, a video, or a part of a file of latents."""
+    return any(pattern.fullmatch(path) is not None for pattern in (_UPLOADS, _VIDEOS, _LATENTS))
 
 
 def charset_problem(content_type: str) -> str | None:

@@ -1,12 +1,12 @@
-"""Uploads of images: a route for programs and pages, and the one that gradio_client's `handle_file` uses.
+"""Uploads of images and videos: routes for programs and pages, and the one that gradio_client's `handle_file` uses.
 
-An upload is answered with the name of its copy, "sha256:DIGEST/NAME", which requests take as an image. Gradio's own
-upload route and folder are not used, and no route sends an image: only jobs read the copies.
+An upload is answered with the name of its copy, "sha256:DIGEST/NAME", which requests take as an image or a video.
+Gradio's own upload route and folder are not used, and no route sends an image: only jobs read the copies.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import unquote
 
 from starlette.datastructures import UploadFile
@@ -17,9 +17,11 @@ from starlette.routing import BaseRoute, Route
 
 from runtime.core.cancel import never
 from runtime.core.errors import LimitError, TandemError
-from runtime.core.images import ImageUse
-from runtime.server.gradio_requests import IMAGES, UPLOAD, RefusedError
+from runtime.core.images import ImageUse, VideoUse
+from runtime.server.gradio_requests import IMAGES, UPLOAD, VIDEOS, RefusedError
 from runtime.server.image_queue import ImageQueue
+
+Kept = TypeVar("Kept")
 
 _PRIVATE = {"Cache-Control": "private, no-store"}
 _MOST_NAME = 200
@@ -34,24 +36,44 @@ class Keep(Protocol):
         """Return the image; `check` is called while it is decoded."""
 
 
-def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
+class KeepVideo(Protocol):
+    """Checks and keeps a video of the owner: given its file's content and its name."""
+
+    def __call__(self, data: bytes, name: str, check: Callable[[], None] = never) -> VideoUse:
+        """Return the video; `check` is called while it is read."""
+
+
+def routes(keep: Keep, redact: Callable[[str], str] = str, keep_video: KeepVideo | None = None) -> list[BaseRoute]:
     """Return the routes of a page. The middleware has checked the login and the size.
 
     Args:
         redact: removes from a message what a visitor should not read.
+        keep_video: `None` for a page that takes no videos.
     """
 
     queue = ImageQueue()
 
-    async def keep_upload(request: Request, data: bytes, name: str) -> ImageUse:
+    async def run(request: Request, size: int, work: Callable[[Callable[[], None]], Kept]) -> Kept:
         visitor = request.user.display_name
         try:
-            return await queue.run(request, visitor, len(data), partial(keep, data, plain_name(name), visitor))
+            return await queue.run(request, visitor, size, work)
         except ClientDisconnect as error:
             raise RefusedError("server.request_incomplete", 400) from error
         except TandemError as error:
             status = 429 if isinstance(error, LimitError) else 422
             raise RefusedError(error.fact, status, text=redact(f"{error.what} {error.remedy}".strip())) from error
+
+    async def keep_upload(request: Request, data: bytes, name: str) -> ImageUse:
+        visitor = request.user.display_name
+        return await run(request, len(data), lambda check: keep(data, plain_name(name), visitor, check))
+
+    async def video(request: Request) -> Response:
+        """Keep the video that is the request's body."""
+        assert keep_video is not None
+        data, name = await request.body(), plain_name(unquote(request.path_params["name"]))
+        use = await run(request, len(data), partial(keep_video, data, name))
+        values = {"video": use.reference, "width": use.width, "height": use.height, "seconds": use.seconds}
+        return JSONResponse(values, headers=_PRIVATE)
 
     async def image(request: Request) -> Response:
         """Keep the image that is the request's body."""
@@ -76,6 +98,7 @@ def routes(keep: Keep, redact: Callable[[str], str] = str) -> list[BaseRoute]:
     return [
         Route(f"{IMAGES}{{name}}", image, methods=["POST"]),
         Route(UPLOAD, upload, methods=["POST"]),
+        *([] if keep_video is None else [Route(f"{VIDEOS}{{name}}", video, methods=["POST"])]),
     ]
 
 

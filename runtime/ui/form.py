@@ -26,7 +26,8 @@ from runtime.ui import fields, formatting, image_places, theme
 from runtime.ui.formatting import render
 
 CUSTOM = "custom"
-# Where the size comes from: "image" for the proportions of the image, if there is one. It is no field of requests.
+# Where the size comes from: "image" for the proportions of the image or video, if there is one. It is no field of
+# requests.
 SIZE_FROM = "size_from"
 FROM_IMAGE = "image"
 NAMES = (
@@ -387,7 +388,8 @@ def filled(
     if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
         values["gpus"]["value"] = str(stored["gpus"])
     from_image = stored.get(SIZE_FROM) == FROM_IMAGE or AUTO in (stored.get("width"), stored.get("height"))
-    values[SIZE_FROM]["value"] = FROM_IMAGE if from_image and values["image"].get("value") else ""
+    has_input = any(values[name].get("value") for name in ("image", "video"))
+    values[SIZE_FROM]["value"] = FROM_IMAGE if from_image and has_input else ""
     values |= _filled_backends(stored, values, preset)
     return values
 
@@ -450,7 +452,9 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["image"] = None
     if spec.image_input is None or spec.image_input.last == "none":
         request["last_image"] = None
-    if request["image"] is not None and size_from == FROM_IMAGE:
+    if spec.video_input is None:
+        request["video"] = None
+    if (request["image"], request["video"]) != (None, None) and size_from == FROM_IMAGE:
         request["width"] = request["height"] = AUTO
     for name, value in request.items():
         if value is None and isinstance(FIELDS[name], Number) and name != "shift":

@@ -23,7 +23,7 @@ from runtime.machine.probe import Machine
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.images import find_image, image_models, open_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import open_picture
+from runtime.models.videos import FIELD, find_video, open_picture
 from runtime.planner.requirements import fit
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
@@ -38,11 +38,12 @@ _SIDE = 512
 _QUALITY = 85
 
 
-def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
-    """Return the places that a model has: none, one for the first image, or one for the last image too.
+def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: bool = True) -> str:
+    """Return the places that a model has: for the first image, for the last one, and for a video.
 
     Args:
         models: what the page offers, by name.
+        videos: whether the page takes videos.
     """
     inputs = spec.image_input
     places = []
@@ -50,6 +51,9 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
         places.append(("image", "First image" if inputs.last != "none" else FIELDS["image"].label, inputs.required))
         if inputs.last != "none":
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
+    takes_video = videos and spec.video_input is not None
+    if takes_video:
+        places.append((FIELD, FIELDS[FIELD].label, False))
     return render(
         "images.html",
         model=spec.name,
@@ -57,6 +61,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> str:
         able=[[model.name, model.title] for model in models.values() if model.image_input is not None],
         most=MAX_FILE_BYTES,
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
+        strength=FIELDS["strength"],
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )
@@ -117,6 +122,10 @@ class ImageAnswers:
             case {"what": "picture", "image": str(image)} if self._pictures and image.startswith(PREFIX):
                 use = find_image(image, "image", self._settings.cache_dir, keep=False)
                 return {"picture": picture(open_image(use)), "width": use.width, "height": use.height}
+            case {"what": "picture", "video": str(video)} if self._pictures and video.startswith(PREFIX):
+                clip = find_video(video, self._settings.cache_dir, 1, 1, keep=False)
+                size = {"width": clip.width, "height": clip.height, "seconds": clip.seconds}
+                return {"picture": picture(open_picture(clip)), **size}
             case {"what": "refusal", "model": str(model)}:
                 return self._refusal(model)
         raise unknown_action()

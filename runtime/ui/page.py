@@ -9,7 +9,7 @@ from starlette.routing import BaseRoute
 
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
-from runtime.core.images import ImageUse
+from runtime.core.images import ImageUse, VideoUse
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
@@ -18,6 +18,7 @@ from runtime.machine.probe import has_screen
 from runtime.models.catalogue import add_usable, decoders, offered
 from runtime.models.images import keep_image
 from runtime.models.spec import ModelSpec
+from runtime.models.videos import keep_video
 from runtime.planner.placement import usable_gpus
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
@@ -106,7 +107,8 @@ def build(
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
     )
-    return page, submissions, [*routes, *image_uploads.routes(keep), *latent_uploads.routes(settings.latents_dir)]
+    uploads = image_uploads.routes(keep, keep_video=_keeping_videos(settings))
+    return page, submissions, [*routes, *uploads, *latent_uploads.routes(settings.latents_dir)]
 
 
 def _audience(settings: Settings, *, opens_folders: bool) -> Audience:
@@ -198,6 +200,13 @@ def _keeping(settings: Settings) -> image_uploads.Keep:
     def keep(data: bytes, name: str, visitor: str, check: Callable[[], None] = never) -> ImageUse:
         del visitor
         return keep_image(data, name, "image", settings.cache_dir, check=check)
+
+    return keep
+
+
+def _keeping_videos(settings: Settings) -> image_uploads.KeepVideo:
+    def keep(data: bytes, name: str, check: Callable[[], None] = never) -> VideoUse:
+        return keep_video(data, name, settings.cache_dir, check=check)
 
     return keep
 

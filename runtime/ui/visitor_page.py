@@ -21,7 +21,7 @@ from runtime.server.visitors import Visitors, private_folders, without_paths
 from runtime.server.watchers import Watchers
 from runtime.ui import api, form, theme
 from runtime.ui.formatting import render
-from runtime.ui.image_places import ImageAnswers
+from runtime.ui.image_places import ImageAnswers, places_html
 from runtime.ui.job_view import Audience
 from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
 
@@ -108,6 +108,7 @@ class VisitorHandlers(Handlers):
                 values[name]["value"] = within
         lengths = [count for count in spec.frame_counts if count <= most_frames(spec, limits)]
         values["card"] = {"value": form.card_html(spec, panels=False)}
+        values["images"] = {"value": places_html(spec, self.models, videos=False)}
         values["sizes"] = {"value": form.sizes_html(self.sizes(spec))}
         values["lengths"] = {"value": form.lengths_html(lengths, spec.defaults.fps, spec)}
         values["limits"] = {"value": render("visitor_limits.html", limits=describe_limits(limits))}

@@ -19,6 +19,7 @@ from tests.app_server import DEFAULTS, Server, make_cache, serving
 from tests.browser.conftest import PHONE, SMALL, OpenPage, ask, open_chip, start, tick, wait_for_state
 from tests.browser.test_accessibility import serious_issues
 from tests.image_files import encoded, picture
+from tests.video.test_reader import make
 
 pytestmark = pytest.mark.browser
 
@@ -209,11 +210,11 @@ def test_a_model_without_images_names_others_and_two_places_take_two(open_page: 
     page = open_page(url=able.url)
     select_model(page, "Tiny")
     page.wait_for_selector("#images .images[data-model=tiny]", state="attached")
-    assert page.locator("#images .place").count() == 0
+    assert page.locator("#images .place:not([data-place=video])").count() == 0
     hand(page, file(40, 40, "boat.png"))
     page.wait_for_selector("#images .note:has-text('Tiny does not start from an image. Select one of')")
     assert "First" in page.inner_text("#images .note")
-    assert not page.is_visible("[data-chip=images]")
+    assert page.inner_text("[data-chip=images]") == "+ Video"
     # One that runs here is offered, with the image.
     page.click("#images [data-offer]:has-text('Use First')")
     page.wait_for_selector("#images .images[data-model=first]", state="attached")
@@ -335,3 +336,51 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
         popover, bar = page.locator("#pop-images").bounding_box(), page.locator("#bar").bounding_box()
         assert popover["y"] >= 0 and popover["y"] + popover["height"] <= bar["y"]
     assert page.complaints == []
+
+
+def test_a_video_is_dropped_changed_and_restored(open_page: OpenPage, able: Server, tmp_path: Path) -> None:
+    page = open_page(PHONE, url=able.url, color_scheme="dark")
+    clip = make(
+        tmp_path / "clip.webm", "-c:v", "libvpx", inputs=("-f", "lavfi", "-i", "testsrc=size=96x96:rate=8:duration=1")
+    )
+    hand(page, file(90, 45, "wide.png"))
+    chosen(page, "wide.png")
+    # A video takes the place of the image, and is not longer than it is.
+    hand(page, given(clip.read_bytes(), "clip.webm", "video/webm"))
+    chosen(page, "clip.webm, 1.0 s", "video")
+    assert not page.is_visible("#images [data-place=image]")
+    size(page, "32 × 32")
+    page.wait_for_function("() => window.tandem.values.includes(5)")
+    assert (value(page, "image"), value(page, "frames")) == ("", 5)
+    page.focus("#strength")
+    page.keyboard.press("End")
+    steps = value(page, "steps")
+    page.wait_for_selector(f"#images .strength output:text-is('1, {steps} of {steps} steps')")
+    page.fill("#strength", "0.5")
+    for viewport in (PHONE, SMALL):
+        page.set_viewport_size(viewport)
+        assert serious_issues(page) == []
+        assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    page.keyboard.press("Escape")
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    with closing(JobStore(able.cache_dir / NAME)) as store:
+        made = store.get(page.get_attribute("#status .status", "data-job")).output
+    request = read_metadata(made)["request"]
+    assert (request["strength"], request["frames"], request["width"]) == (0.5, 5, 32)
+    # The MP4 brings the video back; without its copy there are the thumbnail and one line.
+    copy = images_dir(able.cache_dir) / read_metadata(made)["images"]["video"]["digest"]
+    copy.unlink()
+    other = open_page(url=able.url)
+    hand(other, given(made.read_bytes(), "mine.mp4"))
+    open_chip(other, "images")
+    chosen(other, "clip.webm, 1.0 s", "video")
+    other.wait_for_selector("#images .field-error:has-text('The copy of the video clip.webm is no longer')")
+    other.set_input_files("#pick-video", clip)
+    other.wait_for_selector("#images .field-error", state="detached")
+    other.set_input_files("#pick-video", {"name": "text.mp4", "mimeType": "video/mp4", "buffer": b"a boat"})
+    other.wait_for_selector("#images .note.bad:has-text('text.mp4 is not a video that can be read')")
+    other.click("[data-clear=video]")
+    other.wait_for_selector("#images [data-place=image]", state="visible")
+    assert page.complaints == [] and all("422" in line for line in other.complaints)

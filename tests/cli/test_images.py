@@ -1,4 +1,4 @@
-"""`--image` on the command line: refusals with exit code 2, and a job that keeps its own copy."""
+"""`--image` and `--video` on the command line: refusals with exit code 2, and a job that keeps its own copy."""
 
 import json
 import os

@@ -51,7 +51,7 @@ def test_a_video_is_counted_at_the_requested_rate_and_copied(source: Path, tmp_p
         assert (use.name, use.width, use.height, use.fps) == ("boat.mp4", 64, 48, fps)
         assert abs(use.frames - frames) <= 1, asked
         assert use.path == images_dir(tmp_path) / use.digest and use.path.read_bytes() == source.read_bytes()
-    assert open_picture(use).size == (64, 48)
+    assert use is not None and open_picture(use).size == (64, 48)
 
 
 def test_the_copy_is_used_kept_and_removed_as_that_of_an_image(source: Path, tmp_path: Path) -> None:

@@ -105,7 +105,8 @@ MESSAGES: Mapping[str, Message] = {
     "form.empty": Message("{field:setting} is empty.", "Give a value such as {default:g}."),
     "form.incomplete": Message("The form is incomplete.", "Reload the page."),
     "form.image_is_path": Message(
-        "Images are uploaded here, and “{file}” is a path.", "Upload the file, or make the video on the command line."
+        "Images and videos are uploaded here, and “{file}” is a path.",
+        "Upload the file, or make the video on the command line.",
     ),
     "form.lora_is_path": Message(
         "LoRAs are given by name here, and “{file}” is a path.",
