@@ -15,10 +15,9 @@ FACTORS = tuple(int(value) for value in INTERPOLATIONS if value != OFF)
 INTERPOLATOR, FFMPEG = "interpolator", "ffmpeg"
 # `Kind.speed` of a stage of a job: without reading and encoding, which files take.
 _STAGE = "stage"
-# Frames of a million pixels a second on one core: of which motion is estimated, and of which are computed.
-_ESTIMATED_RATE, _COMPUTED_RATE = 4.0, 4.0
+# Pixels of new frames a second, on the one core that ffmpeg uses, and the range of the estimate.
+_RATE = 3e6
 _RANGE = (0.5, 2.5)
-_MILLION = 1e6
 
 
 def check_rate(fps: int | Fraction, factor: int, field: str, otherwise: str | list[str]) -> None:
@@ -72,10 +71,10 @@ class Interpolation:
         return float(max(frames, 1) * self.width * self.height)
 
     def seconds(self, frames: int, machine: Machine, history: History) -> Seconds:
-        """Return how long so many frames take: as measured, else estimated. One process of ffmpeg uses one core."""
+        """Return how long so many frames take: as measured, else estimated."""
         pixels = self._pixels(frames)
         measured = seconds_per_call(history, self._kind(machine), pixels)
-        likely = pixels / _MILLION * (1 / _ESTIMATED_RATE + (self.factor - 1) / _COMPUTED_RATE)
+        likely = pixels * (self.factor - 1) / _RATE
         return measured or Seconds(likely, _RANGE[0] * likely, _RANGE[1] * likely)
 
     def run(self, frames: int, seconds: float, machine: Machine, *, loaded: bool) -> Run:
