@@ -6,7 +6,7 @@
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "video"];
+  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video"];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
@@ -128,7 +128,7 @@
     tandem.uncustomized();
     const first = isFirst(field) ? { size_from: FROM_IMAGE } : {};
     const scales = field === "image" && !chosen("image") ? guidance(true) : field === "video" && chosen("image") ? guidance(false) : {};
-    const others = field === "video" ? { image: "", last_image: "" } : { video: "" };
+    const others = field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
     tandem.apply({ ...others, [field]: reference, ...first, ...scales, ...changes });
   };
 
@@ -244,6 +244,17 @@
     }
     setTimeout(() => $("#field-prompt textarea")?.focus({ preventScroll: true }), 100);
   };
+  // The settings of a video, for a part that follows it.
+  const extend = async (job) => {
+    show();
+    note("Reading the last frame…");
+    const { extend: reference, settings, width, height, seconds, picture, error } = await ask({ what: "extend", job });
+    if (error) { note(error, true); return; }
+    note("");
+    remember(digestOf(reference), { url: picture, width, height, seconds });
+    tandem.fill(settings, "all", "The next video continues this one. Say what happens next.");
+    setTimeout(() => { const prompt = $("#field-prompt textarea"); prompt?.focus({ preventScroll: true }); prompt?.select(); }, 100);
+  };
   document.addEventListener("click", async ({ target }) => {
     const clear = target.closest("[data-clear]"), example = target.closest("[data-example]");
     const frame = target.closest("[data-continue]");
@@ -253,20 +264,23 @@
       note("");
       tandem.unmark();
       tandem.apply({ [field]: "", ...(field === "image" && guidance(false)) });
-      $(`#pick-${field}`).focus();
+      ($(`#pick-${field}`) ?? $("#pick-image")).focus();
     }
     if (example) {
       const { image, width, height, picture, error } = await ask({ what: "example", name: example.dataset.example });
       if (error) note(error, true); else { note(sizeNote("image")); use("image", image, { url: picture, width, height }); }
     }
     if (frame) proceed(frame);
+    const longer = target.closest("[data-extend]"), part = target.closest("[data-part]");
+    if (longer) extend(longer.dataset.extend);
+    if (part) tandem.stageVideo().currentTime = Number(part.dataset.part);
     if (target.closest("#images [data-offer]")) takeOffer();
   });
 
   // The frame of the plan, or what is known of it before there is a plan.
   let planned = null;
   tandem.plannedSize = (size) => { planned = size; tandem.showImages(); };
-  const main = () => chosen("video") ? "video" : "image";
+  const main = () => ["extend", "video"].find(chosen) ?? "image";
   const fromImage = () => Boolean(chosen(main())) && value("size_from") === FROM_IMAGE;
   const frameSize = (picture) => {
     if (!fromImage()) return [value("width"), value("height")];
@@ -295,7 +309,7 @@
     // One without a picture is asked for once; visitors' pages have no answer.
     if (stored || !digest || !tandem.restored) return stored;
     pictures[digest] = {};
-    ask({ what: "picture", [field === "video" ? field : "image"]: reference }).then((answer) => {
+    ask({ what: "picture", [field === "last_image" ? "image" : field]: reference }).then((answer) => {
       const { picture: url, width, height, seconds } = answer;
       if (url) remember(digest, { url, width, height, seconds });
     });
@@ -321,8 +335,9 @@
       const shownPicture = reference ? picture(field) : null;
       const size = frameSize(chosen(main()) ? picture(main()) : shownPicture);
       any ||= Boolean(reference);
-      // A video excludes images.
-      hide(node, Boolean(field === "video" ? chosen("image") : chosen("video")));
+      // A video excludes images and another video. Which one is extended is chosen below it.
+      const start = main();
+      hide(node, start === "image" ? field === "extend" || Boolean(field === "video" && chosen("image")) : field !== start);
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
@@ -336,11 +351,12 @@
       const empty = field === "video" ? "or drop it here" : "or drop or paste it";
       write($(".what", node), reference ? `${nameOf(reference)}${length}` : empty);
       if (field === "video") showStrength($(".strength", node), Boolean(reference));
-      write($("label.button span", node), reference ? "Replace" : "Choose");
       hide($("[data-clear]", node), !reference);
       const examples = $(".examples", node);
       if (examples) hide(examples, Boolean(reference));
       const input = $(`#pick-${field}`);
+      if (!input) continue;
+      write($("label.button span", node), reference ? "Replace" : "Choose");
       const described = tandem.marked(input).trim();
       if (described) set(input, "aria-describedby", described); else input.removeAttribute("aria-describedby");
     }
@@ -356,6 +372,7 @@
       set(slider, "aria-valuetext", `${at} %`);
     }
     // Buttons below videos need a model that starts from images.
+    for (const button of $$("[data-extend]")) hide(button, !able().length);
     for (const button of $$("[data-continue]")) {
       hide(button, !able().length);
       const text = moment(button) === null ? "Continue from the last frame" : "Start from the frame shown";

@@ -56,7 +56,8 @@
   };
   // The text of the chip of images: what is chosen, or what the model takes.
   const inputs = (value) => {
-    const [image, video] = ["image", "video"].map((name) => $(`#images [data-place=${name}]`));
+    const [image, video, extend] = ["image", "video", "extend"].map((name) => $(`#images [data-place=${name}]`));
+    if (extend && value("extend")) return ["Extends a video", "the video is chosen"];
     if (video && value("video")) return ["Video", "a video is chosen"];
     if (image && value("image")) return ["Image", "chosen"];
     return [image && video ? "+ Image or video" : video ? "+ Video" : "+ Image", "none"];

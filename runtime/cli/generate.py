@@ -106,8 +106,12 @@ def extend(id_prefix: str, changes: Mapping[str, object], out: str | None, *, co
     """
     store = open_store(settings.load().cache_dir)
     check_stored(store)
-    request = continuation(store.find(id_prefix), changes)
+    job = store.find(id_prefix)
     store.close()
+    saved = job.saved
+    if saved is None or not saved.video.is_file():
+        raise StoreError("queue.no_video", job=job.id)
+    request = continuation(job.generation_request(), saved.plain or saved.video, changes)
     return generate(request, out, confirmed=confirmed, as_json=as_json)
 
 

@@ -58,13 +58,22 @@ def with_extended(
     if spec.image_input is None:
         able = [model.name for model in image_models(weights_dir)]
         raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
+    use, image = continued(request, cache_dir, keep=keep, check=check)
+    return replace(spec, extend=use, image=image)
+
+
+def continued(
+    request: GenerationRequest, cache_dir: Path | None, *, keep: bool = True, check: Callable[[], None] = never
+) -> tuple[VideoUse, ImageUse]:
+    """Return the video that a request continues, checked, and its last frame; see `with_extended`."""
+    assert request.extend is not None
     use = find_video(request.extend, cache_dir, None, MAX_FRAMES, field=FIELD, keep=keep, check=check)
     if use.frames >= MAX_FRAMES:
         raise InvalidRequestError(FIELD, "source.too_many_frames", file=use.name, most=MAX_FRAMES)
     metadata = _metadata_of(use)
     _check_not_finished(use, metadata)
     use = use.replace(parts=_parts_of(use, metadata))
-    return replace(spec, extend=use, image=_last_frame(use, cache_dir if keep else None, check))
+    return use, _last_frame(use, cache_dir if keep else None, check)
 
 
 def _metadata_of(use: VideoUse) -> dict[str, Any]:

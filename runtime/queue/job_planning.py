@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from runtime.core.cancel import never
-from runtime.core.errors import StoreError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, GenerationRequest
@@ -93,21 +92,20 @@ class JobReplanner:
         return spec, avoid_causes(plan, spec, deaths)
 
 
-def continuation(job: JobRecord, changes: Mapping[str, object]) -> GenerationRequest:
-    """Return the request that makes the video of a job longer: the job's own with a new seed, or with changes.
+def continuation(asked: GenerationRequest, video: Path, changes: Mapping[str, object]) -> GenerationRequest:
+    """Return the request that makes a video longer: that of the video with a new seed, and with changes.
+
+    Args:
+        asked: for the video.
+        video: with the frames as they were decoded.
 
     Raises:
-        StoreError: if the job has no video.
         InvalidRequestError: for changes that are not valid.
     """
-    saved = job.saved
-    if saved is None or not saved.video.is_file():
-        raise StoreError("queue.no_video", job=job.id)
-    asked = job.generation_request().to_json()
     new = GenerationRequest(prompt="none").to_json()
-    kept = {name: new[name] for name in _OF_FIRST_PART} | {"extend": str(saved.plain or saved.video)}
+    kept = {name: new[name] for name in _OF_FIRST_PART} | {"extend": str(video)}
     length = {name: AUTO for name in ("frames", "seconds")} if {"frames", "seconds"} & {*changes} else {}
-    return GenerationRequest.from_mapping({**asked, **kept, **length, **changes})
+    return GenerationRequest.from_mapping({**asked.to_json(), **kept, **length, **changes})
 
 
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:

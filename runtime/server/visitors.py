@@ -135,8 +135,9 @@ class Visitors:
         Raises:
             InvalidRequestError: for a path, another image, or a video.
         """
-        if request.video is not None:
-            raise InvalidRequestError("video", "server.visitor_video")
+        for field in ("extend", "video"):
+            if getattr(request, field) is not None:
+                raise InvalidRequestError(field, "server.visitor_video")
         with self._lock:
             digests = set(self._images.get(visitor, ()))
         for field in ("image", "last_image"):

@@ -454,6 +454,10 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["last_image"] = None
     if spec.video_input is None:
         request["video"] = None
+    if spec.image_input is None:
+        request["extend"] = None
+    if request["extend"] is not None:
+        request["width"] = request["height"] = request["fps"] = AUTO
     if (request["image"], request["video"]) != (None, None) and size_from == FROM_IMAGE:
         request["width"] = request["height"] = AUTO
     for name, value in request.items():

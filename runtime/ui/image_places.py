@@ -17,14 +17,16 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse, InputFile
-from runtime.core.request import FIELDS
+from runtime.core.request import FIELDS, GenerationRequest
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
+from runtime.models import extended
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.images import find_image, image_models, open_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import FIELD, find_video, open_picture
 from runtime.planner.requirements import fit
+from runtime.queue.job_planning import continuation
 from runtime.queue.views import Job
 from runtime.server.job_files import find_output
 from runtime.ui.formatting import page_text, paragraph, render
@@ -51,6 +53,8 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         places.append(("image", "First image" if inputs.last != "none" else FIELDS["image"].label, inputs.required))
         if inputs.last != "none":
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
+        if videos:
+            places.append((extended.FIELD, FIELDS[extended.FIELD].label, False))
     takes_video = videos and spec.video_input is not None
     if takes_video:
         places.append((FIELD, FIELDS[FIELD].label, False))
@@ -116,6 +120,8 @@ class ImageAnswers:
         match question:
             case {"what": "frame", "seconds": int() | float() | None as seconds} if job is not None:
                 return self._frame(job, seconds, visitor)
+            case {"what": "extend"} if job is not None and self._pictures:
+                return self._continuation(job)
             case {"what": "example", "name": str(name)}:
                 return self._example(name, visitor)
             # A page cannot open files of its choice.
@@ -126,9 +132,25 @@ class ImageAnswers:
                 clip = find_video(video, self._settings.cache_dir, 1, 1, keep=False)
                 size = {"width": clip.width, "height": clip.height, "seconds": clip.seconds}
                 return {"picture": picture(open_picture(clip)), **size}
+            case {"what": "picture", "extend": str(video)} if self._pictures and video.startswith(PREFIX):
+                return self._extended(GenerationRequest(prompt="none", extend=video))
             case {"what": "refusal", "model": str(model)}:
                 return self._refusal(model)
         raise unknown_action()
+
+    def _continuation(self, job: Job) -> dict[str, Any]:
+        """Return the settings that make a job's video longer, with a picture of its last frame."""
+        saved = job.progress.end
+        if not isinstance(saved, VideoSaved) or find_output(str(saved.video), self._settings.outputs_dir) is None:
+            raise InvalidRequestError(extended.FIELD, "ui.video_missing")
+        request = continuation(job.plan.request, saved.plain or saved.video, {})
+        answer = self._extended(request)
+        return answer | {"settings": request.replace(extend=answer["extend"]).to_json()}
+
+    def _extended(self, request: GenerationRequest) -> dict[str, Any]:
+        use, last = extended.continued(request, self._settings.cache_dir)
+        size = {"width": use.width, "height": use.height, "seconds": use.frames / use.fps}
+        return {"extend": use.reference, "picture": picture(open_image(last)), **size}
 
     def _refusal(self, model: str) -> dict[str, Any]:
         """Return why a model takes no image, and the first model that takes one and runs here."""

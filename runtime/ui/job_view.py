@@ -465,12 +465,22 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
             page_text(fact, job.plan.components).what for fact in saved.warnings if not _is_unknown_words(fact)
         ],
         summary=_summary(saved),
+        parts=_parts(saved),
         rows=rows,
         images=used_images(job.summary.inputs, pictures=audience.panels),
         reasons=backend_reasons(saved, job.plan),
         plain="" if plain is None else file_url(plain),
         plain_name="" if plain is None else plain.name,
     )
+
+
+def _parts(saved: VideoSaved) -> list[tuple[str, float, float]]:
+    """Return the prompt of each part of a video that was extended, and when it starts and ends in seconds."""
+    parts, frames = [], 0
+    for part in saved.plan.get("parts") or ():
+        start, frames = frames, frames + part["frames"]
+        parts.append((str(part["prompt"]), start / saved.request["fps"], frames / saved.request["fps"]))
+    return parts if len(parts) > 1 else []
 
 
 def _summary(saved: VideoSaved) -> str:
