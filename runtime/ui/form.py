@@ -480,6 +480,7 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
         raise InvalidRequestError("form", "form.incomplete")
     defaults = {name: str(info.default) for name, info in GenerationRequest.model_fields.items() if name not in BASIC}
     settings = dict.fromkeys(NAMES, AUTO) | defaults | {"loras": ""} | dict(zip(BASIC_NAMES, values, strict=True))
+    settings["video"] = ""  # visitors have no place for it
     return read([settings[name] for name in NAMES], models)
 
 

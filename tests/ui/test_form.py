@@ -57,6 +57,8 @@ GOOD: dict[str, Any] = {
     "interpolate": "off",
     "upscale": "auto",
     "upscaler": "auto",
+    "video": "",
+    "strength": 0.6,
     "size_from": "",
 }
 BACKENDS = [f"backend_{name}" for name in COMPONENTS]
@@ -85,7 +87,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
-    read_values |= {"image": None, "last_image": None}
+    read_values |= {"image": None, "last_image": None, "video": None}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
@@ -337,12 +339,21 @@ def test_images_are_read_for_models_that_take_them(able: dict[str, ModelSpec], m
     ]
     basics = form.read_basics([(GOOD | given)[name] for name in form.BASIC_NAMES], able)
     assert (basics.image, basics.image_position) == (IMAGE, 20.5)
+    # A video is not for visitors, nor for models that take none.
+    video = {"video": IMAGE, "strength": 0.3}
+    taken = read(models, **video)
+    assert (taken.video, taken.strength) == (IMAGE, 0.3)
+    without = {name: replace(spec, video_input=None) for name, spec in models.items()}
+    assert read(without, **video).video is None
+    assert form.read_basics([(GOOD | video)[name] for name in form.BASIC_NAMES], models).video is None
 
 
 def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSpec]) -> None:
     as_image = read(able, image=IMAGE, size_from="image", width=None)
     assert (as_image.width, as_image.height) == (AUTO, AUTO)
     assert read(able, size_from="image").width == read(able, image=IMAGE).width == 64
+    as_video = read(able, video=IMAGE, size_from="image", width=None)
+    assert (as_video.width, form.filled(as_video.to_json(), able)["size_from"]["value"]) == (AUTO, "image")
     for request, size_from in ((as_image, "image"), (read(able, image=IMAGE), "")):
         restored = form.filled(request.to_json(), able)
         assert restored["size_from"]["value"] == size_from
@@ -351,7 +362,7 @@ def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSp
 
 @pytest.mark.parametrize("value", ["/etc/passwd", "sha256:12", 12, [], {}, "a\nb"])
 def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
-    for field in ("image", "last_image"):
+    for field in ("image", "last_image", "video"):
         with pytest.raises(InvalidRequestError) as refused:
             read(able, model="wan2.1", **({"image": IMAGE} | {field: value}))
         assert refused.value.field == field
@@ -445,7 +456,7 @@ def test_the_form_shows_what_the_family_has(families: dict[str, ModelSpec]) -> N
     }
     assert list(visible.values()) == [[True, True], [False, False], [False, False], [False, False]]
     places = {name: re.findall(r'data-place="(\w+)"', values["images"]["value"]) for name, values in shown.items()}
-    assert list(places.values()) == [[], [], ["image", "last_image"], ["image"]]
+    assert list(places.values()) == [["video"], [], ["image", "last_image"], ["image"]]
     assert ["[0s:" in values["prompt"]["info"] for values in shown.values()] == [False, False, True, True]
     assert ["input of the model" in values["guidance_scale"]["info"] for values in shown.values()] == [
         False,

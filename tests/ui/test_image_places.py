@@ -42,7 +42,9 @@ def answers(tmp_path: Path) -> ImageAnswers:
 
 
 def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) -> None:
-    spec = tiny("wan2.1")
+    spec = replace(tiny("wan2.1"), video_input=None)
+    assert places_html(tiny("wan2.1"), {}).count("data-place") == 1
+    assert "data-place" not in places_html(tiny("wan2.1"), {}, videos=False)
 
     def places(**known: Any) -> str:
         able = taking_images(spec, **known)
@@ -59,7 +61,7 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
 
 def test_file_dialogs_show_the_formats_that_are_read(tiny: Callable[[str], ModelSpec]) -> None:
     """What is chosen otherwise, or dropped, is refused with the name of its format."""
-    (accepted,) = re.findall(r'accept="([^"]+)"', places_html(taking_images(tiny("wan2.1")), {}))
+    (accepted,) = re.findall(r'accept="([^"]+)"', places_html(taking_images(tiny("wan2.1")), {}, videos=False))
     suffixes = {one for one in accepted.split(",") if one.startswith(".")}
     assert {*accepted.split(",")} - suffixes == {Image.MIME[name] for name in FORMATS}
     assert {Image.registered_extensions()[suffix] for suffix in suffixes} <= {*FORMATS}
