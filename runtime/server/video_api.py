@@ -53,7 +53,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import FIELD, keep_video
+from runtime.models.videos import keep_video
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
@@ -328,7 +328,7 @@ class VideoApi:
             return {
                 field: (
                     keep_video(data, name, cache, check=check)
-                    if field == FIELD
+                    if field in video_requests.VIDEO_FIELDS
                     else keep_image(data, name, field, cache, check=check)
                 ).reference
                 for field, (data, name) in files.items()

@@ -32,9 +32,12 @@ JSON, FORM = "application/json", "multipart/form-data"
 # JSON holds an image or a video as base64; larger ones are sent in a form.
 MAX_JSON_BYTES = 8 << 20
 _REFERENCE = "input_reference"
-_VIDEO = "video"
+VIDEO_FIELDS = ("extend", "video")
 # The fields that are files, and the key of their address in JSON.
-_FILES: Mapping[str, str] = {**dict.fromkeys(("image", "last_image", _REFERENCE), "image_url"), _VIDEO: "video_url"}
+_FILES: Mapping[str, str] = {
+    **dict.fromkeys(("image", "last_image", _REFERENCE), "image_url"),
+    **dict.fromkeys(VIDEO_FIELDS, "video_url"),
+}
 # Those of a request.
 FILE_FIELDS = tuple(name for name in _FILES if name != _REFERENCE)
 _OWN = ("size", _REFERENCE)
@@ -271,7 +274,7 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
 
 
 def _no_file(field: str) -> InvalidRequestError:
-    return InvalidRequestError(field, "server.api_video" if field == _VIDEO else "server.api_image")
+    return InvalidRequestError(field, "server.api_video" if field in VIDEO_FIELDS else "server.api_image")
 
 
 def _data_of(url: str, field: str) -> bytes:

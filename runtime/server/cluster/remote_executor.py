@@ -348,6 +348,7 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         model_directory=planned.model_directory,
         image=planned.image,
         last_image=planned.last_image,
+        extend=planned.extend,
         video=planned.video,
         loras=planned.loras,
     )
