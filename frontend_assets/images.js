@@ -271,9 +271,9 @@
       if (error) note(error, true); else { note(sizeNote("image")); use("image", image, { url: picture, width, height }); }
     }
     if (frame) proceed(frame);
-    const longer = target.closest("[data-extend]"), part = target.closest("[data-part]");
+    const longer = target.closest("[data-extend]"), part = target.closest("#facts [data-from]");
     if (longer) extend(longer.dataset.extend);
-    if (part) tandem.stageVideo().currentTime = Number(part.dataset.part);
+    if (part) tandem.stageVideo().currentTime = Number(part.dataset.from);
     if (target.closest("#images [data-offer]")) takeOffer();
   });
 

@@ -263,6 +263,42 @@ def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: Server, w
     assert page.complaints == []
 
 
+def test_a_video_is_extended_and_its_parts_are_played(open_page: OpenPage, able: Server) -> None:
+    page = open_page(url=able.url)
+    hand(page, file(96, 96, "square.png"))
+    chosen(page, "square.png")
+    size(page, "32 × 32")
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    first = page.get_attribute("#status .status", "data-job")
+    assert page.locator("#facts .parts").count() == 0
+    page.click("#facts .menu summary")
+    page.click("#facts [data-extend]")
+    page.wait_for_selector("#images [data-place=extend] .seen:not([hidden]) img")
+    assert page.locator("#images [data-place=image]").is_hidden()
+    page.wait_for_function("() => window.tandem.value('extend')")
+    page.keyboard.press("Escape")
+    page.fill("#field-prompt textarea", "it sinks")
+    start(page)
+    page.wait_for_selector(f"#status .status[data-job]:not([data-job='{first}'])")
+    wait_for_state(page, "done")
+    tiles = page.locator("#facts .parts [data-from]")
+    assert tiles.all_inner_texts()[1].splitlines()[0] == "it sinks"
+    assert tiles.count() == 2
+    begin = float(tiles.nth(1).get_attribute("data-from") or 0)
+    page.evaluate("() => window.tandem.stageVideo().pause()")
+    tiles.nth(1).click()
+    page.wait_for_function("(at) => Math.abs(window.tandem.stageVideo().currentTime - at) < 0.01", arg=begin)
+    page.set_viewport_size({"width": 320, "height": 700})
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 320
+    page.click("#facts .parts [data-extend]")
+    page.wait_for_selector("#images [data-place=extend] .seen:not([hidden]) img")
+    page.click("#images [data-clear=extend]")
+    page.wait_for_selector("#images [data-place=image]:not([hidden])")
+    assert page.complaints == []
+
+
 def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPage, able: Server) -> None:
     page = open_page(url=able.url)
     hand(page, file(96, 96, "square.png"))

@@ -107,7 +107,7 @@ def test_a_job_of_a_dead_process_is_interrupted(cache_dir: Path, capsys: pytest.
     assert [(one["id"], one["state"], one["resumable"]) for one in found["jobs"]] == [(job.id, "interrupted", True)]
 
 
-@pytest.mark.parametrize("act", ["show", "resume", "delete", "undelete"])
+@pytest.mark.parametrize("act", ["show", "resume", "extend", "delete", "undelete"])
 def test_an_unknown_id_is_refused_in_two_lines(act: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["jobs", act, "1a2b3c4d"]) == 2
     out, err = capsys.readouterr()
@@ -135,6 +135,31 @@ def test_a_job_whose_folder_is_gone_is_resumed_with_another_file(
     assert done["video"] == str(tmp_path / "y.mp4")
     assert (tmp_path / "y.mp4").is_file()
     assert store.find(job.id).output == tmp_path / "y.mp4"
+
+
+def test_a_finished_job_is_extended_with_its_settings(
+    tiny: Tiny, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--steps", "2", "--guidance", "1", "--interpolate", "2", "--seed", "7")
+    first, _ = answer(command(tiny("wan2.2-ti2v-5b"), tmp_path / "x.mp4", *flags)[2:], capsys)
+    store = open_store(cache_dir)
+    (job,) = store.list()
+    both, _ = answer(["jobs", "extend", job.id[:6], "--prompt", "it sinks", "--frames", "5"], capsys)
+    used, frames = both["request"], first["request"]["frames"]
+    assert (used["prompt"], used["frames"], used["steps"], used["interpolate"]) == ("it sinks", 5, 2, "2")
+    assert used["extend"].endswith("/x.plain.mp4") and used["image"] is None and used["seed"] != 7
+    assert both["plan"]["parts"] == [{"prompt": "a red boat", "frames": frames}, {"prompt": "it sinks", "frames": 4}]
+    assert store.list()[0].saved.frames == 2 * (frames + 4)
+    for arguments, code in (
+        (["--seconds", "nan"], "request.not_a_number"),
+        (["--steps", "0"], "request.out_of_range"),
+        (["--prompt", " "], "request.prompt_empty"),
+    ):
+        refused, _ = answer(["jobs", "extend", job.id, *arguments], capsys, 2)
+        assert refused["error"]["code"] == code
+    (tmp_path / "x.mp4").unlink()
+    refused, _ = answer(["jobs", "extend", job.id], capsys, 2)
+    assert refused["error"]["code"] == "queue.no_video"
 
 
 def test_deletion_asks_and_can_be_undone(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
