@@ -150,13 +150,13 @@ class VideoOutput:
             self._interpolate(self._interpolator.add(frames))
 
     def _interpolate(self, finished: Iterator[np.ndarray]) -> None:
-        """Pass on frames of the interpolator."""
+        """Pass on frames of the interpolator; the stage begins with the first, which need later ones."""
         context = self._context
-        if not self._interpolating:
-            self._interpolating = True
-            context.emit(StageStarted(stage="interpolate"))
         with context.metrics.stage("interpolate"):
             for frames in finished:
+                if not self._interpolating:
+                    self._interpolating = True
+                    context.emit(StageStarted(stage="interpolate"))
                 self._pass_on(frames)
                 context.cancel.check()
 
