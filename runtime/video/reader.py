@@ -7,6 +7,7 @@ files and no network, knows only the formats of containers, and its first frame 
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Generator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -48,6 +49,11 @@ _FRAME = re.compile(r"^0,.*0x[0-9a-f]+$", re.MULTILINE)
 # What a message begins with: the part of ffmpeg that states it, and its address.
 _PART_OF_FFMPEG = re.compile(r"^(\[[^]]*\] )+")
 _COVER = "(attached pic)"
+# The codec and the format of the pixels, as in "h264 (High) (avc1 / 0x31637661), yuv420p(tv, bt709), 192x112".
+_CODING = re.compile(r"(\w+)[^,]*, (\w+)")
+# A packet: its time and its duration; and what configures the decoder.
+_PACKET = re.compile(r"0, +\S+, +(-?\d+), +(\d+),")
+_HEADER = re.compile(r"#extradata 0: +(.+)|#tb 0: (\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class VideoInfo:
         seconds: its duration; `None` if the file does not state it.
         sound: the codec of each stream of sound, as ffmpeg names it.
         matrix: the option of ffmpeg's `scale` for colors whose matrix the file does not state.
+        codec, pixels: the video's codec and the format of its pixels, as ffmpeg names them.
     """
 
     path: Path
@@ -69,6 +76,8 @@ class VideoInfo:
     seconds: float | None
     sound: tuple[str, ...]
     matrix: str
+    codec: str = ""
+    pixels: str = ""
 
     @property
     def frames(self) -> int | None:
@@ -104,7 +113,7 @@ def read_info(path: Path, field: str = "file") -> VideoInfo:
     if empty:
         raise InvalidRequestError(field, "source.empty", file=path.name)
     command = [find_ffmpeg(), "-hide_banner", "-nostdin", "-max_pixels", str(_MAX_PIXELS), *input_options(path)]
-    command += ["-map", "0:V:0", "-vf", _filters(""), "-frames:v", "1", "-fps_mode", "cfr"]
+    command += ["-map", "0:V:0", "-vf", square_filters(""), "-frames:v", "1", "-fps_mode", "cfr"]
     command += ["-c:v", "rawvideo", "-pix_fmt", "rgb24", "-f", "framecrc", "-"]
     try:
         done = subprocess.run(
@@ -142,6 +151,7 @@ def _info(path: Path, field: str, log: str, out: str) -> VideoInfo:
     if duration is not None:
         hours, minutes, rest = duration.groups()
         seconds = 3600 * int(hours) + 60 * int(minutes) + float(rest)
+    coding = _CODING.match(streams[0])
     stated = _MATRIX.search(streams[0]) is not None or height < _HDTV_HEIGHT
     return VideoInfo(
         path=path,
@@ -151,7 +161,46 @@ def _info(path: Path, field: str, log: str, out: str) -> VideoInfo:
         seconds=seconds,
         sound=sound,
         matrix="" if stated else ":in_color_matrix=bt709",
+        codec=coding[1] if coding else "",
+        pixels=coding[2] if coding else "",
     )
+
+
+def read_packets(info: VideoInfo) -> tuple[int, str]:
+    """Return the number of frames of a video at its rate, and what configures its decoder; decodes nothing.
+
+    Raises:
+        InvalidRequestError: if the file has no frames, or reading it takes too long.
+        MachineError: if there is no ffmpeg.
+    """
+    command = [find_ffmpeg(), "-v", "error", "-nostdin", *input_options(info.path), "-map", "0:V:0", "-c", "copy"]
+    unit, configuration, packets, times = Fraction(1), "", 0, (0, 0)
+    with subprocess.Popen(
+        [*command, "-f", "framecrc", "-"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        timer = threading.Timer(_PROBE_SECONDS, process.kill)
+        timer.start()
+        try:
+            for line in cast("Any", process.stdout):
+                if packet := _PACKET.match(line):
+                    start, end = int(packet[1]), int(packet[1]) + int(packet[2])
+                    times = (min(times[0], start), max(times[1], end)) if packets else (start, end)
+                    packets += 1
+                elif header := _HEADER.match(line):
+                    configuration = header[1] or configuration
+                    unit = Fraction(int(header[2]), int(header[3])) if header[2] else unit
+            process.wait()
+            is_late = not timer.is_alive()
+        finally:
+            timer.cancel()
+            process.kill()
+    if is_late:
+        raise InvalidRequestError("file", "source.slow", file=info.path.name, seconds=_PROBE_SECONDS)
+    if not packets:
+        raise InvalidRequestError("file", "source.no_frames", file=info.path.name)
+    # A stream without times has packets alone.
+    return round((times[1] - times[0]) * unit * info.rate) or packets, configuration
 
 
 def _usual_rate(rate: re.Match[str], stream: str) -> Fraction:
@@ -165,7 +214,7 @@ def _usual_rate(rate: re.Match[str], stream: str) -> Fraction:
     return value if 0 < value <= _MAX_RATE else _COMMON_RATE
 
 
-def _filters(matrix: str) -> str:
+def square_filters(matrix: str) -> str:
     """Return the filters that make square pixels."""
     # A side that is too large is noticed in the first frame.
     width = f"min(round(iw*sar)\\,{_MAX_SIDE + 1})"
@@ -183,7 +232,7 @@ def read_video(info: VideoInfo, count: int) -> Generator[np.ndarray, None, str]:
         MachineError: if there is no ffmpeg.
     """
     command = [find_ffmpeg(), "-v", "error", "-nostdin", "-max_pixels", str(_MAX_PIXELS), *input_options(info.path)]
-    command += ["-map", "0:V:0", "-vf", _filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
+    command += ["-map", "0:V:0", "-vf", square_filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
     command += ["-f", "rawvideo", "-pix_fmt", "rgb24", "pipe:1"]
     size = info.width * info.height * COLORS
     any_frames = False
