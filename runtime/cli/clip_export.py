@@ -27,7 +27,7 @@ from runtime.video.export import (
     default_target,
     export,
 )
-from runtime.video.export_formats import FORMATS, LAST_FRAME, MP4, find_format
+from runtime.video.export_formats import FORMATS, MP4, find_format
 
 _ID = re.compile(r"[0-9a-f]{1,8}")
 

@@ -6,6 +6,7 @@ from runtime.core.messages.message import Message
 
 MESSAGES: Mapping[str, Message] = {
     "export.busy": Message("Another export is running.", "Wait until it is done, or cancel it."),
+    "export.clip_gone": Message("There is no such video.", "Reload the page."),
     "export.clips_differ": Message(
         "{file} has {size} pixels at {rate:g} frames per second, {first} {first_size} at {first_rate:g}.",
         "Join clips of one size and one frame rate.",
@@ -27,6 +28,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "export.no_job_video": Message("Job {job} has no video: it is {state}.", "Export a job that is done."),
     "export.no_sound": Message("The format has no sound."),
+    "export.not_in_browsers": Message("Most browsers do not play it."),
     "export.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give the name of a file."),
     "export.smaller": Message("{width} pixels wide instead of {before}."),
     "export.suffix": Message(
