@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import threading
+import time
 import zipfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,8 @@ _THREADS = "2"
 ZIP = ".zip"
 _FRAMES, _FRAME = "frames", "frame-%05d.png"
 _SRGB = "setparams=color_primaries=bt709:color_trc=iec61966-2-1"
+# An encoder that ends all frames at once.
+_WITHOUT_PROGRESS = "libwebp_anim"
 _DITHER = "sierra2_4a:diff_mode=rectangle"
 
 Report = Callable[[float], None]
@@ -425,6 +428,7 @@ class _Job:
         """
         command = [find_ffmpeg(), "-v", "error", "-nostdin", "-y", "-nostats", "-progress", "pipe:1"]
         command += ["-stats_period", _REPORT_SECONDS, *arguments]
+        began = time.monotonic()
         log: deque[bytes] = deque(maxlen=_LOG_LINES)
         # In its own process group, so that Ctrl-C reaches only this process.
         with subprocess.Popen(
@@ -439,6 +443,9 @@ class _Job:
                     name, _, value = line.decode().strip().partition("=")
                     if name == "frame":
                         done = min(int(value) / self.plan.frames, 1.0)
+                        if self.plan.encoder == _WITHOUT_PROGRESS:
+                            seconds = time.monotonic() - began
+                            done = seconds / (seconds + self.plan.seconds)
                         self.report((part + done) / parts)
             except BaseException:
                 process.kill()
