@@ -4,12 +4,15 @@
   "use strict";
   const tandem = window.tandem;
   const { set } = tandem;
-  const NEWLINE = 10, UNITS = ["B", "KB", "MB", "GB"], DIGITS = 3;
+  const NEWLINE = 10, UNITS = ["B", "KB", "MB", "GB"], DECIMALS = 3;
   const $ = (selector, parent = document) => parent.querySelector(selector);
   const form = () => $("form.export");
-  const size = (bytes) => {
-    const step = Math.min(Math.max(Math.floor(Math.log10(bytes) / 3), 0), UNITS.length - 1);
-    return `${step ? (bytes / 1000 ** step).toFixed(1) : bytes} ${UNITS[step]}`;
+  // As `units.estimated_size` and `units.byte_size`.
+  const size = (bytes, digits = 0) => {
+    let step = 0;
+    while (step < UNITS.length - 1 && bytes >= 995 * 1000 ** step) step += 1;
+    const value = bytes / 1000 ** step;
+    return `${digits ? Number(value.toPrecision(digits)) : step ? value.toFixed(1) : value} ${UNITS[step]}`;
   };
   const duration = (seconds) => seconds < 1 ? "less than a second" : `about ${Math.round(seconds)} s`;
 
@@ -43,15 +46,16 @@
   // The part, as a share of the video; the estimates follow it.
   const times = () => ["start", "end"].map((name) => $(`#export-${name}`)?.valueAsNumber ?? null);
   const describe = () => {
+    if (!stopping) show("");
     const [start, end] = times(), whole = Number(form().dataset.seconds);
     const share = end > start ? (end - start) / whole : 1;
     for (const { dataset } of $("select", form()).options) dataset.now = "whole" in dataset ? 1 : share;
     for (const option of $("select", form()).options) {
-      const text = `${option.dataset.title}, about ${size(Math.round(option.dataset.bytes * option.dataset.now))}`;
+      const text = `${option.dataset.title}, ${size(option.dataset.bytes * option.dataset.now, 2)}`;
       if (option.textContent !== text) option.textContent = text;
     }
     const { about, seconds, now } = $("select", form()).selectedOptions[0].dataset;
-    $("#export-about").textContent = `${about} Takes ${duration(seconds * now)}, an estimate as the size.`;
+    $("#export-about").textContent = `${about} Takes ${duration(seconds * now)}. Sizes and times are estimates.`;
   };
   const here = (name) => {
     const video = form().closest("#lightbox") ? $("#history-detail video") : tandem.stageVideo();
@@ -59,7 +63,7 @@
     const fps = Number(form().dataset.fps), whole = Number(form().dataset.seconds);
     // The frame that is shown is part of the export.
     const frame = Math.floor(video.currentTime * fps + 0.01) + (name === "end");
-    $(`#export-${name}`).value = Number(Math.min(frame / fps, whole).toFixed(DIGITS));
+    $(`#export-${name}`).value = Number(Math.min(frame / fps, whole).toFixed(DECIMALS));
     describe();
   };
 

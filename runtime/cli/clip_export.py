@@ -15,7 +15,7 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import render
 from runtime.core.files import give_usual_permissions
 from runtime.core.settings import Settings
-from runtime.core.units import byte_size, latency
+from runtime.core.units import byte_size, estimated_size, latency
 from runtime.pipeline.files import make_folder
 from runtime.queue.store import open_store
 from runtime.video.export import (
@@ -100,7 +100,7 @@ def _show_plans(clips: Sequence[Clip], kind: str | None, width: int | None) -> d
             continue
         notes = " ".join([entry.about, *(render(note).what for note in plan.notes)])
         size = f"{plan.width}×{plan.height}"
-        rows.append((entry.name, size, byte_size(plan.bytes), latency(plan.seconds), notes))
+        rows.append((entry.name, size, estimated_size(plan.bytes), latency(plan.seconds), notes))
         plans.append(_plan_json(plan))
     terminal.table(("Format", "Frames", "About", "Takes", "For"), rows)
     return {"plans": plans}
@@ -130,7 +130,7 @@ def _write(
     check_export_target(plan, path)
     terminal.line(
         f"{plan.format.title}: {plan.width}×{plan.height}, {plan.frames} frames at {float(plan.rate):.4g} fps, "
-        f"about {byte_size(plan.bytes)}, {latency(plan.seconds)} (estimated)"
+        f"about {estimated_size(plan.bytes)}, {latency(plan.seconds)} (estimates)"
     )
     for note in plan.notes:
         terminal.line(render(note).what)

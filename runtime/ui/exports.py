@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import MachineError, StoreError, TandemError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, cut
 from runtime.core.settings import Settings
 from runtime.queue.job_queue import JobQueue
 from runtime.server.gradio_requests import EXPORT, RefusedError, read_object
@@ -32,6 +32,7 @@ FindVideo = Callable[[str, str], Path | None]
 
 _KINDS: dict[Kind, str] = {"video": "Video", "animation": "Moving image", "still": "Still images"}
 _MOST_AT_ONCE = 2
+_LONGEST_NAME = 40
 # How often a stream reports the progress, and notices that its client has left.
 _REPORT_SECONDS = 0.25
 _CHUNK_BYTES = 1 << 18
@@ -175,7 +176,14 @@ def _form(clips: Sequence[Clip], ids: Sequence[str]) -> str:
         # A part of the video does not make one frame smaller.
         groups[_KINDS[entry.kind]].append({**values, "whole": plan.frames == 1})
     first = clips[0]
+    names = [cut(str(clip.request.get("prompt") or clip.info.path.name), _LONGEST_NAME) for clip in clips]
     seconds = sum(clip.count for clip in clips) / first.info.rate
     return render(
-        "export.html", clips=clips, ids=ids, groups=groups, seconds=round(float(seconds), 3), fps=float(first.info.rate)
+        "export.html",
+        clips=clips,
+        names=names,
+        ids=ids,
+        groups=groups,
+        seconds=round(float(seconds), 3),
+        fps=float(first.info.rate),
     )

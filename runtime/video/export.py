@@ -4,6 +4,7 @@ ffmpeg reads the files, so that an hour takes as much memory as a second. No par
 """
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -124,8 +125,9 @@ class Clip:
 
     @property
     def bits(self) -> float | None:
-        """Bits per pixel, if the video is H.264."""
-        size, pixels = self.info.path.stat().st_size, self.info.width * self.info.height * self.frames
+        """Bits per pixel without the metadata, if the video is H.264."""
+        size = max(self.info.path.stat().st_size - _json_bytes(self.metadata), 1)
+        pixels = self.info.width * self.info.height * self.frames
         return 8 * size / pixels if self.info.codec == "h264" else None
 
     def cut(self, start: float | None, end: float | None) -> "Clip":
@@ -200,6 +202,7 @@ class ExportPlan:
         size, seconds = kind.estimate_bytes(pixels, clips[0].bits, clips[0].crf), kind.estimate_seconds(pixels)
         if copies:
             size, seconds = sum(clip.info.path.stat().st_size for clip in clips), kind.estimate_seconds(0)
+        size += _json_bytes(clips[0].metadata) if not copies else 0
         notes = kind.notes(info.width, wide, info.rate, sound=any(clip.info.sound for clip in clips))
         notes += [Fact("export.copied")] if copies else []
         return cls(kind, clips, encoder, wide, high, frames, copies, notes, size, seconds)
@@ -222,6 +225,10 @@ class ExportPlan:
                 for clip in self.clips
             ]
         return {"tandem": {**self.clips[0].metadata, "export": export}}
+
+
+def _json_bytes(metadata: Mapping[str, Any]) -> int:
+    return len(json.dumps(metadata))
 
 
 def check_equal(first: VideoInfo, other: VideoInfo) -> None:

@@ -21,7 +21,7 @@ USUAL_CRF = 17
 # A step of six of the constant rate factor is about a factor of two in bits.
 _CRF_OF_HALF = 6
 # Bits per pixel of a video that is not H.264, of the shortest file, and seconds until ffmpeg has started.
-_USUAL_BITS, _LEAST_BYTES, _START_SECONDS = 0.15, 200, 0.15
+_USUAL_BITS, _LEAST_BYTES, START_SECONDS = 0.15, 200, 0.15
 _LEAST_WIDTH = 16
 # GIFs count time in hundredths of a second, and browsers slow down those with shorter delays than two of them.
 _GIF_TICKS, _GIF_RATE = 100, 50
@@ -51,7 +51,7 @@ class ExportFormat:
         width: the usual width of larger videos; `None` for their own.
         rate: the highest number of frames per second.
         bits: bits per pixel of a video that has one bit per pixel in H.264 at `USUAL_CRF`, and the exponent with which
-            they grow with the bits of that video; fitted to the videos of `bench/exports.md`.
+            they grow with the bits of that video; measured by `bench/exports.py`.
         nanoseconds: per pixel on one core, measured there too.
     """
 
@@ -136,7 +136,7 @@ class ExportFormat:
 
     def estimate_seconds(self, pixels: int) -> float:
         """Return about how long encoding takes; encoders do not use many cores well."""
-        return _START_SECONDS + pixels * self.nanoseconds * 1e-9 / sqrt(os.cpu_count() or 1)
+        return START_SECONDS + pixels * self.nanoseconds * 1e-9 / sqrt(os.cpu_count() or 1)
 
 
 _AAC = ("-c:a", "aac", "-b:a", "192k")

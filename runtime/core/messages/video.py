@@ -14,8 +14,7 @@ MESSAGES: Mapping[str, Message] = {
     "export.copied": Message("The frames are copied: no quality is lost."),
     "export.folder_exists": Message("The folder {folder} exists already.", "Give a folder that does not exist."),
     "export.gif_delays": Message(
-        "A GIF counts time in 10 ms: at {rate:g} frames per second, frames last {short} or {long} ms. "
-        "The length stays the same."
+        "GIFs count time in 10 ms: at {rate:g} frames per second, frames last {short} or {long} ms. The length is kept."
     ),
     "export.gif_rate": Message("{most} of {rate:g} frames per second: browsers slow down GIFs with more."),
     "export.no_encoder": Message(
