@@ -30,9 +30,9 @@ from tests.waiting import until
 pytestmark = pytest.mark.browser
 
 # A file cannot be dragged from outside in a test: the page is handed the same event.
-DROP = """({data, name}) => {
+DROP = """({data, name, type = ''}) => {
   const carried = new DataTransfer();
-  carried.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name));
+  carried.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name, {type}));
   const event = new DragEvent('drop', {bubbles: true, cancelable: true, dataTransfer: carried});
   document.body.dispatchEvent(event);
   return event.defaultPrevented;
