@@ -23,7 +23,8 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact, shortened
 from runtime.core.files import sync_folder
-from runtime.video.export_formats import LAST_FRAME, MP4, USUAL_CRF, ExportFormat
+from runtime.core.plan import default_crf
+from runtime.video.export_formats import LAST_FRAME, MP4, ExportFormat
 from runtime.video.image_metadata import add_metadata
 from runtime.video.mp4 import (
     TO_BT709,
@@ -119,9 +120,10 @@ class Clip:
 
     @property
     def crf(self) -> int:
-        """The constant rate factor that H.264 needs for the same quality."""
-        crf = self.request.get("crf")
-        return crf if isinstance(crf, int) and 0 <= crf <= _HIGHEST_CRF else USUAL_CRF
+        """The constant rate factor that H.264 needs for the same quality; an upscaled video has another request."""
+        size, crf = (self.info.width, self.info.height), self.request.get("crf")
+        is_own = (self.request.get("width"), self.request.get("height")) == size
+        return crf if is_own and isinstance(crf, int) and 0 <= crf <= _HIGHEST_CRF else default_crf(*size)
 
     @property
     def bits(self) -> float | None:

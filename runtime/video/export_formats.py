@@ -143,55 +143,55 @@ _AAC = ("-c:a", "aac", "-b:a", "192k")
 _FORMATS = (
     ExportFormat(
         MP4, "MP4, H.264", "Plays everywhere.", "video", ".mp4", "video/mp4",
-        {"libx264": ("-preset", "medium", *_MPEG_4)}, "yuv420p", (1.0, 1.0), 40, _AAC,
+        {"libx264": ("-preset", "medium", *_MPEG_4)}, "yuv420p", (1.0, 1.0), 70, _AAC,
     ),
     ExportFormat(
-        "h264-10bit", "MP4, H.264 with 10 bits", "Smoother gradients, for editing; few players.", "video", ".mp4",
-        "video/mp4", {"libx264": ("-preset", "medium", "-crf", "17", *_MPEG_4)}, "yuv420p10le", (1.0, 1.0), 60, _AAC,
+        "h264-10bit", "MP4, H.264 with 10 bits", "Finer gradients after editing; few players.", "video", ".mp4",
+        "video/mp4", {"libx264": ("-preset", "medium", "-crf", "17", *_MPEG_4)}, "yuv420p10le", (1.05, 1.04), 100, _AAC,
     ),
     ExportFormat(
         "h265", "MP4, H.265", "Smaller than H.264; Apple devices and TVs.", "video", ".mp4", "video/mp4",
-        {"libx265": _X265}, "yuv420p", (0.5, 1.0), 120, _AAC, plays=False,
+        {"libx265": _X265}, "yuv420p", (1.16, 1.4), 200, _AAC, plays=False,
     ),
     ExportFormat(
         "h265-10bit", "MP4, H.265 with 10 bits", "As H.265, with smoother gradients.", "video", ".mp4", "video/mp4",
-        {"libx265": _X265}, "yuv420p10le", (0.5, 1.0), 150, _AAC, plays=False,
+        {"libx265": _X265}, "yuv420p10le", (1.13, 1.4), 250, _AAC, plays=False,
     ),
     ExportFormat(
         "av1", "MP4, AV1", "The smallest video; browsers and new devices.", "video", ".mp4", "video/mp4",
-        _AV1, "yuv420p", (0.4, 1.0), 100, _AAC,
+        _AV1, "yuv420p", (0.79, 1.4), 50, _AAC,
     ),
     ExportFormat(
         "av1-10bit", "MP4, AV1 with 10 bits", "As AV1, with smoother gradients.", "video", ".mp4", "video/mp4",
-        _AV1, "yuv420p10le", (0.4, 1.0), 120, _AAC,
+        _AV1, "yuv420p10le", (0.74, 1.4), 65, _AAC,
     ),
     ExportFormat(
         "webm", "WebM, VP9", "For web pages.", "video", ".webm", "video/webm",
         {"libvpx-vp9": ("-crf", "24", "-b:v", "0", "-row-mt", "1", "-deadline", "good", "-cpu-used", "3")}, "yuv420p",
-        (0.6, 1.0), 200, ("-c:a", "libopus", "-b:a", "128k"),
+        (1.16, 1.4), 200, ("-c:a", "libopus", "-b:a", "128k"),
     ),
     ExportFormat(
         "prores", "MOV, ProRes 422 HQ", "For editing programs; large.", "video", ".mov", "video/quicktime",
         # Without the flag, the comment is limited to 64 KB.
         {"prores_ks": ("-profile:v", "3", "-vendor", "apl0", "-movflags", "+faststart+use_metadata_tags")},
-        "yuv422p10le", (5.0, 0.3), 60, ("-c:a", "pcm_s16le"), plays=False,
+        "yuv422p10le", (6.6, 0.2), 55, ("-c:a", "pcm_s16le"), plays=False,
     ),
     ExportFormat(
         "gif", "GIF", "Moves in any chat or document; 256 colors.", "animation", ".gif", "image/gif",
-        {"gif": ("-loop", "0")}, "rgb24", (3.0, 0.5), 60, width=480, rate=_GIF_RATE,
+        {"gif": ("-loop", "0")}, "rgb24", (3.8, 0.15), 270, width=480, rate=_GIF_RATE,
     ),
     ExportFormat(
         "webp", "WebP", "A smaller moving image for web pages.", "animation", ".webp", "image/webp",
-        {"libwebp_anim": ("-loop", "0", "-quality", "80", "-compression_level", "4")}, "bgra", (1.0, 0.7), 200,
+        {"libwebp_anim": ("-loop", "0", "-quality", "80", "-compression_level", "4")}, "bgra", (2.3, 1.1), 85,
         width=720,
     ),
     ExportFormat(
         "png", "PNG frames", "Every frame without loss.", "still", "", "application/zip",
-        {"png": ("-f", "image2")}, "rgb24", (8.0, 0.3), 60,
+        {"png": ("-f", "image2")}, "rgb24", (13.0, 0.4), 140,
     ),
     ExportFormat(
         LAST_FRAME, "Last frame, PNG", "To start the next video from.", "still", ".png", "image/png",
-        {"png": ("-frames:v", "1", "-update", "1")}, "rgb24", (8.0, 0.3), 60,
+        {"png": ("-frames:v", "1", "-update", "1")}, "rgb24", (13.0, 0.4), 140,
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, ExportFormat] = {entry.name: entry for entry in _FORMATS}

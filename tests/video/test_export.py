@@ -21,7 +21,7 @@ from runtime.video.reader import read_info, read_packets, read_video
 from tests import full_disk
 
 WIDTH, HEIGHT, FRAMES, RATE = 64, 48, 13, 12
-REQUEST = {"prompt": "a red boat “at” night\n🚤 <&>", "seed": 7, "crf": 12}
+REQUEST = {"prompt": "a red boat “at” night\n🚤 <&>", "seed": 7, "crf": 12, "width": 64, "height": 48}
 CODECS = {
     "mp4": ("h264", "yuv420p"), "h264-10bit": ("h264", "yuv420p10le"), "h265": ("hevc", "yuv420p"),
     "h265-10bit": ("hevc", "yuv420p10le"), "av1": ("av1", "yuv420p"), "av1-10bit": ("av1", "yuv420p10le"),
