@@ -102,7 +102,10 @@
     const both = selected.size === 2 && playable.length === 2;
     set(bar.querySelector("[data-action=compare]"), "aria-disabled", String(!both));
     bar.querySelector("[data-action=compare]").title = both ? "" : "Select two videos to compare them";
-    for (const name of ["compare", "star-selected", "delete-selected"]) {
+    const several = playable.length > 1 && playable.length === selected.size;
+    set(bar.querySelector("[data-action=join]"), "aria-disabled", String(!several));
+    bar.querySelector("[data-action=join]").title = several ? "In the order in which they were selected" : "Select the videos to join, in their order";
+    for (const name of ["compare", "join", "star-selected", "delete-selected"]) {
       bar.querySelector(`[data-action=${name}]`).hidden = deleted;
     }
     bar.querySelector("[data-action=restore-selected]").hidden = !deleted;
@@ -255,6 +258,7 @@
       ask("delete", target);
     },
     compare: () => compare([...selected]),
+    join: () => window.tandem.openExport($("#selection [data-action=join]"), [...selected]),
     "close-compare": () => comparison().close(),
     "star-selected": () => ask("star", ids()),
     "delete-selected": removeSelected,

@@ -136,7 +136,7 @@
       const isOfPage = (name) => name === "aria-current" || (name === "open" && same.nodeName === "DETAILS");
       for (const { name } of [...same.attributes]) if (!next.hasAttribute(name) && !isOfPage(name)) same.removeAttribute(name);
       for (const { name, value } of next.attributes) if (same.getAttribute(name) !== value) same.setAttribute(name, value);
-      patch(same, next);
+      if (!same.matches("[data-export-place]")) patch(same, next);  // export.js fills it
     }
     while (place) { const removed = place; place = place.nextSibling; removed.remove(); }
   };

@@ -26,6 +26,7 @@
         if (current) clip.setAttribute("aria-current", "true"); else clip.removeAttribute("aria-current");
       }
     }
+    tandem.tidyExport?.();
     tandem.tidyGroup();
     tandem.tidyTransport();
     tidyCompare();

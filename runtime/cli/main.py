@@ -72,7 +72,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="List, download and verify models.")
 engines_app = typer.Typer(help="List, verify, import and delete engines.")
-jobs_app = typer.Typer(help="List, show, resume and delete jobs.")
+jobs_app = typer.Typer(help="List, show, resume, export and delete jobs.")
 bench_app = typer.Typer(help="Compare configurations: time, memory, similarity.", cls=PromptOrCommand)
 serve_app = typer.Typer(help="Serve the HTTP API, without the web app.", cls=PromptOrCommand)
 keys_app = typer.Typer(help="Add, list and revoke the keys of the HTTP API.")
@@ -605,6 +605,54 @@ def jobs_undelete(ids: JobIds) -> Outcome:
     from runtime.cli import jobs
 
     return jobs.undelete(ids)
+
+
+@_command(jobs_app, "export")
+def jobs_export(
+    clip: Annotated[str, typer.Argument(metavar="ID|FILE", help="Job ID or a prefix of it, or a video file.")],
+    kind: Annotated[
+        OptionalText,
+        typer.Option("--format", metavar="NAME", help="A format of docs/export.md. [default: that of --out]"),
+    ] = None,
+    out: Annotated[
+        OptionalText,
+        typer.Option(metavar="FILE", help="The file; for png a new folder or a .zip. [default: in Cache/outputs]"),
+    ] = None,
+    start: Annotated[float | None, typer.Option(metavar="SECONDS", help="Where the part starts. [default: 0]")] = None,
+    end: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Where the part ends. [default: the end]")
+    ] = None,
+    width: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Smaller frames, in pixels. [default: 480 for gif, 720 for webp, else as it is]"
+        ),
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show size and time of the format, or of all, without writing a file.")
+    ] = False,
+) -> Outcome:
+    """Export a finished video: another format, or a part of it."""
+    from runtime.cli import clip_export
+
+    return clip_export.export_clip(clip, out, kind=kind, start=start, end=end, width=width, only_plan=plan)
+
+
+@_command(jobs_app, "join")
+def jobs_join(
+    clips: Annotated[
+        list[str], typer.Argument(metavar="ID|FILE...", help="Job IDs or prefixes of them, or video files, in order.")
+    ],
+    kind: Annotated[
+        OptionalText,
+        typer.Option("--format", metavar="NAME", help="A format of docs/export.md. [default: that of --out]"),
+    ] = None,
+    out: Annotated[OptionalText, typer.Option(metavar="FILE", help="The file. [default: in Cache/outputs]")] = None,
+) -> Outcome:
+    """Join videos of one size and frame rate into one."""
+    from runtime.cli import clip_export
+
+    return clip_export.join_clips(clips, out, kind=kind)
 
 
 @_command(bench_app, "run", hidden=True)

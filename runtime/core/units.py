@@ -5,6 +5,8 @@ from math import floor, log10
 
 _MIB, _GIB = 1 << 20, 1 << 30
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+# From here on, a number of two digits is not 1,000 of the smaller unit.
+_TWO_DIGITS = 0.995
 _MINUTE, _HOUR = 60, 3600
 # Below these, two digits are milliseconds, or tenths of a second.
 _WHOLE_SECONDS, _FINE_SECONDS = 0.995, 9.95
@@ -14,6 +16,12 @@ def byte_size(count: int) -> str:
     """Return a number of bytes in decimal units: "14.5 MB", "1.2 GB"."""
     unit = next((unit for unit in ("TB", "GB", "MB", "KB") if count >= UNITS[unit]), "B")
     return f"{count / UNITS[unit]:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+def estimated_size(count: int) -> str:
+    """Return an estimate of a number of bytes with two significant digits: "15 MB", "1.2 GB"."""
+    unit = next((unit for unit in ("TB", "GB", "MB", "KB") if count >= _TWO_DIGITS * UNITS[unit]), "B")
+    return f"{significant(count / UNITS[unit])} {unit}"
 
 
 def memory_size(count: int) -> str:

@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from runtime.core.facts import Fact, as_text
 from runtime.core.images import PREFIX
+from runtime.video.export import MOST_CLIPS
 from runtime.video.image_messages import MAX_FILE_BYTES
 
 Access = Literal["public", "login"]
@@ -37,6 +38,8 @@ OWN = "/tandem/"
 IMAGES = f"{OWN}images/"
 VIDEOS = f"{OWN}videos/"
 LATENTS = f"{OWN}latents/"
+# Of both pages: what clips can be exported to, by their ids, and the export.
+EXPORT = f"{OWN}export"
 # The path of Gradio's own route, which gradio_client uses; `image_uploads` takes its place.
 UPLOAD = "/gradio_api/upload"
 VIDEO = "/video/"
@@ -61,11 +64,12 @@ _PUBLIC = re.compile(
 _READ = re.compile(
     rf"/config/?|/gradio_api/info/?|/gradio_api/openapi\.json|/gradio_api/user/?|{STREAM}"
     rf"|{HEARTBEAT}[A-Za-z0-9_-]{{1,64}}|{GENERATE}/[0-9a-f]{{32}}"
+    rf"|{EXPORT}/[0-9a-f]{{8}}(?:-[0-9a-f]{{8}}){{0,{MOST_CLIPS - 1}}}"
 )
 _UPLOADS = re.compile(rf"{UPLOAD}|{IMAGES}[^/]{{1,600}}", re.DOTALL)
 _VIDEOS = re.compile(rf"{VIDEOS}[^/]{{1,600}}", re.DOTALL)
 _LATENTS = re.compile(rf"{LATENTS}[0-9a-f]{{16}}/[0-9]{{1,15}}/[0-9]{{1,15}}/[^/]{{1,600}}")
-_WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{_UPLOADS.pattern}", re.DOTALL)
+_WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{EXPORT}|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
     rf"{OWN}(?:now(?:/[0-9]{{1,15}})?|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|clip/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
     rf"|report/(?:whole/)?[0-9a-f]{{8}}\.json)|{FILE}.*",

@@ -14,7 +14,7 @@ from runtime.core import facts
 from runtime.core.facts import BIDI_CONTROLS, Fact, Text, Words
 from runtime.core.request import BACKENDS, FIELDS
 from runtime.core.request_fields import Backends, Choice, StepCache
-from runtime.core.units import byte_size, counted, memory_size
+from runtime.core.units import byte_size, counted, estimated_size, memory_size
 from runtime.core.units import duration as whole_seconds
 
 _BIDI_CONTROLS = re.compile(f"[{BIDI_CONTROLS}]")
@@ -125,6 +125,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters |= {
     "bytes": byte_size,
+    "estimated": estimated_size,
     "memory": memory_size,
     "duration": duration,
     "count": counted,

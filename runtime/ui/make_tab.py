@@ -76,6 +76,7 @@ def add_make(
             status = gr.HTML(job_view.status_html(job_view.IDLE, panels=panels), elem_id="status")
             gr.HTML(render("transport.html"), elem_id="transport", apply_default_css=False)
             facts = gr.HTML("", elem_id="facts", js_on_load=_FACTS_SCRIPT)
+            gr.HTML("<div data-export-place></div>", elem_id="stage-export", apply_default_css=False)
             if panels:
                 gr.HTML(render("results.html"), elem_id="recent", apply_default_css=False)
         with gr.Column(elem_id="settings"):

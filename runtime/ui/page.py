@@ -24,7 +24,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import image_uploads, latent_uploads
 from runtime.server.security import Submit
-from runtime.ui import api, form, panels, theme
+from runtime.ui import api, exports, form, panels, theme
 from runtime.ui.cluster_panel import ClusterPanel
 from runtime.ui.decode_panel import DecodePanel
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
@@ -107,6 +107,7 @@ def build(
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
     )
+    routes += exports.routes(exports.owners_video(worker, settings))
     uploads = image_uploads.routes(keep, keep_video=_keeping_videos(settings))
     return page, submissions, [*routes, *uploads, *latent_uploads.routes(settings.latents_dir)]
 

@@ -37,7 +37,7 @@ from runtime.server.connections import listen
 from runtime.server.gradio_requests import VIDEO
 from runtime.server.job_files import video_response
 from runtime.server.visitors import Visitors
-from runtime.ui import server, visitor_page
+from runtime.ui import exports, server, visitor_page
 from runtime.upstream import gradio as private
 
 _HOST = "127.0.0.1"
@@ -245,6 +245,7 @@ def _site(config: VisitorsConfig, worker: JobQueue, visitors: Visitors) -> serve
         return video_response(await asyncio.to_thread(visitors.video, name, visitor), worker.sending, cached=False)
 
     uploads = image_uploads.routes(visitors.keep_image, redact)
+    exported = exports.routes(lambda job_id, visitor: visitors.video(f"{job_id}.mp4", visitor), redact)
     return server.Site(
         page=page,
         names=names,
@@ -252,7 +253,7 @@ def _site(config: VisitorsConfig, worker: JobQueue, visitors: Visitors) -> serve
         auth=config.auth,
         auth_message=_LOGIN_MESSAGE,
         visitors=visitors,
-        routes=[Route(f"{VIDEO}{{name}}", video), *uploads, Route("/robots.txt", _robots)],
+        routes=[Route(f"{VIDEO}{{name}}", video), *uploads, *exported, Route("/robots.txt", _robots)],
     )
 
 

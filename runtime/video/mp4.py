@@ -48,9 +48,12 @@ _SMALLEST_BYTES = 1 << 14
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
 # Without these, ffmpeg would read a playlist of that name and the files that it lists.
 _ONLY_MP4 = ("-protocol_whitelist", "file", "-f", "mov")
+# ffmpeg's formats of other files that have metadata, by their first bytes.
+_OTHER_FORMATS = {b"\x1aE\xdf\xa3": "matroska", b"GIF8": "gif"}
 _METADATA_SECONDS = 20.0
 _FRAME_SECONDS = 120.0
-_COMMENT = re.compile(r"^comment=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
+# Matroska has names in upper case.
+_COMMENT = re.compile(r"^(?:comment|COMMENT)=((?:[^\\\n]|\\.)*)", re.MULTILINE | re.DOTALL)
 
 
 @functools.cache
@@ -337,14 +340,15 @@ def to_ffmetadata(title: str, metadata: Mapping[str, Any]) -> str:
 
 
 def read_metadata(video: Path) -> dict[str, Any]:
-    """Return the metadata of an MP4 that Tandem made: how the video was generated.
+    """Return the metadata of an MP4, MOV, WebM or GIF that Tandem made: how the video was generated.
 
     Raises:
         OutputError: if the file has none.
     """
     try:
-        with open_file(video):  # a FIFO or a device would let ffmpeg wait
-            comment = _COMMENT.search(_metadata_text(video))
+        with open_file(video) as file:  # a FIFO or a device would let ffmpeg wait
+            container = _OTHER_FORMATS.get(file.read(4), "mov")
+        comment = _COMMENT.search(_metadata_text(video, container))
         unescaped = re.sub(r"\\(.)", r"\1", comment[1] if comment else "", flags=re.DOTALL)
         return dict(parse_json(unescaped.encode())["tandem"])
     except (OSError, KeyError, ValueError, TypeError) as error:
@@ -374,9 +378,10 @@ def read_frame(video: Path, number: int) -> bytes:
     return run.stdout
 
 
-def _metadata_text(video: Path) -> str:
+def _metadata_text(video: Path, container: str) -> str:
     """Return a video's metadata in ffmpeg's own format; what exceeds the limits of size and time is left out."""
-    command = [find_ffmpeg(), "-v", "error", *_ONLY_MP4, "-i", str(video), "-f", "ffmetadata", "-"]
+    only = ("-protocol_whitelist", "file", "-f", container)
+    command = [find_ffmpeg(), "-v", "error", *only, "-i", str(video), "-f", "ffmetadata", "-"]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as process:
@@ -425,6 +430,15 @@ def check_target(path: Path) -> None:
     """
     if path.suffix.lower() != ".mp4":
         raise OutputError("video.not_mp4", file=path)
+    check_writable(path)
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written at `path`.
+
+    Raises:
+        OutputError: if its folder is missing or not writable, or it is something else than a file.
+    """
     try:
         if not path.parent.is_dir():
             raise OutputError("video.folder_missing", folder=path.parent)

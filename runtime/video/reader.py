@@ -59,6 +59,11 @@ _FRAME = re.compile(r"^0,.*0x[0-9a-f]+$", re.MULTILINE)
 # What a message begins with: the part of ffmpeg that states it, and its address.
 _PART_OF_FFMPEG = re.compile(r"^(\[[^]]*\] )+")
 _COVER = "(attached pic)"
+# The codec and the format of the pixels, as in "h264 (High) (avc1 / 0x31637661), yuv420p(tv, bt709), 192x112".
+_CODING = re.compile(r"(\w+)[^,]*, (\w+)")
+# A packet: its time and its duration; and what configures the decoder.
+_PACKET = re.compile(r"0, +\S+, +(-?\d+), +(\d+),")
+_HEADER = re.compile(r"#extradata 0: +(.+)|#tb 0: (\d+)/(\d+)")
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class VideoInfo:
         seconds: its duration; `None` if the file does not state it.
         sound: the codec of each stream of sound, as ffmpeg names it.
         matrix: the option of ffmpeg's `scale` for colors whose matrix the file does not state.
+        codec, pixels: the video's codec and the format of its pixels, as ffmpeg names them.
     """
 
     path: Path
@@ -80,6 +86,8 @@ class VideoInfo:
     seconds: float | None
     sound: tuple[str, ...]
     matrix: str
+    codec: str = ""
+    pixels: str = ""
 
     @property
     def frames(self) -> int | None:
@@ -224,7 +232,7 @@ def read_info(path: Path, field: str = "file", check: Callable[[], None] = never
         raise InvalidRequestError(field, "source.unreadable", file=path, reason=reason) from error
     if empty:
         raise InvalidRequestError(field, "source.empty", file=path.name)
-    options = ["-vf", _filters(""), "-frames:v", "1", "-fps_mode", "cfr", "-c:v", "rawvideo", "-pix_fmt", "rgb24"]
+    options = ["-vf", square_filters(""), "-frames:v", "1", "-fps_mode", "cfr", "-c:v", "rawvideo", "-pix_fmt", "rgb24"]
     with _Decoder(path, field, [*options, "-f", "framecrc", "-"], check, "info") as decoder:
         out = b"".join(iter(decoder.read_line, b"")).decode("utf-8", "replace")
         decoder.wait()
@@ -257,6 +265,7 @@ def _info(path: Path, field: str, log: str, out: str) -> VideoInfo:
     if duration is not None:
         hours, minutes, rest = duration.groups()
         seconds = 3600 * int(hours) + 60 * int(minutes) + float(rest)
+    coding = _CODING.match(streams[0])
     stated = _MATRIX.search(streams[0]) is not None or height < _HDTV_HEIGHT
     return VideoInfo(
         path=path,
@@ -266,7 +275,33 @@ def _info(path: Path, field: str, log: str, out: str) -> VideoInfo:
         seconds=seconds,
         sound=sound,
         matrix="" if stated else ":in_color_matrix=bt709",
+        codec=coding[1] if coding else "",
+        pixels=coding[2] if coding else "",
     )
+
+
+def read_packets(info: VideoInfo) -> tuple[int, str]:
+    """Return the number of frames of a video at its rate, and what configures its decoder; decodes nothing.
+
+    Raises:
+        InvalidRequestError: if the file has no frames, or reading it takes too long.
+        MachineError: if there is no ffmpeg.
+    """
+    unit, configuration, packets, times = Fraction(1), "", 0, (0, 0)
+    with _Decoder(info.path, "file", ["-c", "copy", "-f", "framecrc", "-"], never) as decoder:
+        for line in map(bytes.decode, iter(decoder.read_line, b"")):
+            if packet := _PACKET.match(line):
+                start, end = int(packet[1]), int(packet[1]) + int(packet[2])
+                times = (min(times[0], start), max(times[1], end)) if packets else (start, end)
+                packets += 1
+            elif header := _HEADER.match(line):
+                configuration = header[1] or configuration
+                unit = Fraction(int(header[2]), int(header[3])) if header[2] else unit
+        decoder.wait()
+    if not packets:
+        raise InvalidRequestError("file", "source.no_frames", file=info.path.name)
+    # A stream without times has packets alone.
+    return round((times[1] - times[0]) * unit * info.rate) or packets, configuration
 
 
 def _usual_rate(rate: re.Match[str], stream: str) -> Fraction:
@@ -280,7 +315,7 @@ def _usual_rate(rate: re.Match[str], stream: str) -> Fraction:
     return value if 0 < value <= _MAX_RATE else _COMMON_RATE
 
 
-def _filters(matrix: str) -> str:
+def square_filters(matrix: str) -> str:
     """Return the filters that make square pixels."""
     # A side that is too large is noticed in the first frame.
     width = f"min(round(iw*sar)\\,{_MAX_SIDE + 1})"
@@ -333,9 +368,9 @@ def read_video(
         MachineError: if there is no ffmpeg.
     """
     if rate is None:
-        options = ["-vf", _filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
+        options = ["-vf", square_filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
     else:
-        options = ["-vf", f"{_nearest(rate)},{_filters(info.matrix)}", "-fps_mode", "passthrough"]
+        options = ["-vf", f"{_nearest(rate)},{square_filters(info.matrix)}", "-fps_mode", "passthrough"]
     options += [] if most is None else ["-frames:v", str(most)]
     size = info.width * info.height * COLORS
     any_frames = False

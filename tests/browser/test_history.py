@@ -30,9 +30,9 @@ from tests.waiting import until
 pytestmark = pytest.mark.browser
 
 # A file cannot be dragged from outside in a test: the page is handed the same event.
-DROP = """({data, name}) => {
+DROP = """({data, name, type = ''}) => {
   const carried = new DataTransfer();
-  carried.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name));
+  carried.items.add(new File([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))], name, {type}));
   const event = new DragEvent('drop', {bubbles: true, cancelable: true, dataTransfer: carried});
   document.body.dispatchEvent(event);
   return event.defaultPrevented;
@@ -318,11 +318,11 @@ def test_a_dropped_file_restores_its_settings_on_any_tab(open_page: OpenPage, se
         page.wait_for_selector(f"{place}:has-text('{answer}')")
 
     ask(page, "something else")
-    drop(data[:600], "torn.mp4", "“torn.mp4” is damaged or not an MP4.")
-    drop(b"", "empty.mp4", "“empty.mp4” is damaged or not an MP4.")
+    drop(data[:600], "torn.mp4", "“torn.mp4” is damaged or not a video or image.")
+    drop(b"", "empty.mp4", "“empty.mp4” is damaged or not a video or image.")
     go(page, "History")
     # Without settings, the reason appears where the file was dropped.
-    drop(b"a letter to a friend", "letter.mp4", "“letter.mp4” is damaged or not an MP4.", "#message.error")
+    drop(b"a letter to a friend", "letter.mp4", "“letter.mp4” is damaged or not a video or image.", "#message.error")
     foreign = data.replace(b'"tandem"', b'"random"')
     drop(foreign, "foreign.mp4", "“foreign.mp4” has no settings.", "#message.error")
     drop(b"{", "torn.json", "“torn.json” is damaged or not JSON.", "#message.error")

@@ -149,7 +149,8 @@ def test_a_finished_job_is_extended_with_its_settings(
     assert (used["prompt"], used["frames"], used["steps"], used["interpolate"]) == ("it sinks", 5, 2, "2")
     assert used["extend"].endswith("/x.plain.mp4") and used["image"] is None and used["seed"] != 7
     assert both["plan"]["parts"] == [{"prompt": "a red boat", "frames": frames}, {"prompt": "it sinks", "frames": 4}]
-    assert store.list()[0].saved.frames == 2 * (frames + 4)
+    saved = store.list()[0].saved
+    assert saved is not None and saved.frames == 2 * (frames + 4)
     for arguments, code in (
         (["--seconds", "nan"], "request.not_a_number"),
         (["--steps", "0"], "request.out_of_range"),

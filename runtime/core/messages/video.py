@@ -5,6 +5,39 @@ from collections.abc import Mapping
 from runtime.core.messages.message import Message
 
 MESSAGES: Mapping[str, Message] = {
+    "export.busy": Message("Another export is running.", "Wait until it is done, or cancel it."),
+    "export.clip_gone": Message("There is no such video.", "Reload the page."),
+    "export.clips_differ": Message(
+        "{file} has {size} pixels at {rate:g} frames per second, {first} {first_size} at {first_rate:g}.",
+        "Join clips of one size and one frame rate.",
+    ),
+    "export.copied": Message("The frames are copied: no quality is lost."),
+    "export.folder_exists": Message("The folder {folder} exists already.", "Give a folder that does not exist."),
+    "export.gif_delays": Message(
+        "GIFs count time in 10 ms: at {rate:g} frames per second, frames last {short} or {long} ms. The length is kept."
+    ),
+    "export.gif_rate": Message("{most} of {rate:g} frames per second: browsers slow down GIFs with more."),
+    "export.no_encoder": Message(
+        "This ffmpeg cannot write {format}: it lacks {encoders:or}.",
+        "Choose one of {usable:list}, or set IMAGEIO_FFMPEG_EXE to the path of a complete ffmpeg.",
+    ),
+    "export.no_frames": Message(
+        "There is no frame from {start:g} to {end:g} s.",
+        "Give an end that is at least one frame, {frame:.3g} s, after the start.",
+    ),
+    "export.no_job_video": Message("Job {job} has no video: it is {state}.", "Export a job that is done."),
+    "export.no_sound": Message("The format has no sound."),
+    "export.not_in_browsers": Message("Most browsers do not play it."),
+    "export.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give the name of a file."),
+    "export.smaller": Message("{width} pixels wide instead of {before}."),
+    "export.suffix": Message(
+        "{file} is not a name for the format {format}.", "Give a name that ends in {suffix}, or another format."
+    ),
+    "export.time_outside": Message(
+        "{field:setting} is {value}.", "Give seconds from 0 to {most:.6g}, the length of {file}."
+    ),
+    "export.too_few": Message("There is only one clip to join.", "Give at least two."),
+    "export.too_many": Message("{count} clips are too many to join.", "Join at most {most} at once."),
     "image.animated": Message(
         "{file} is animated, or has several pages.", "Save the frame to start from as a PNG or JPEG, and give that."
     ),
