@@ -280,8 +280,9 @@ class _Placed:
 
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
-    for field in ("last_image", "extend", "video"):
-        missing = (getattr(request, field) is None) != (getattr(spec, field) is None)
+    for field in ("image", "last_image", "extend", "video"):
+        follows = field == "image" and request.extend is not None  # it is the last frame
+        missing = (getattr(request, field) is None and not follows) != (getattr(spec, field) is None)
         assert not missing, "a spec without its request's images and video: see `models.requested`"
     if not spec.inputs and not (spec.image_input is not None and spec.image_input.required):
         spec = spec.for_text()

@@ -274,7 +274,7 @@ def check_export_target(plan: ExportPlan, path: Path) -> None:
     check_writable(path)
     for clip in plan.clips:
         if path.exists() and path.samefile(clip.info.path):
-            raise InvalidRequestError("out", "upscale.same_file", file=path.name)
+            raise InvalidRequestError("out", "source.same_file", file=path.name)
     free = shutil.disk_usage(path.parent).free
     if free < plan.bytes // 2:  # an estimate
         raise OutputError("video.disk_too_small", folder=path.parent, needs=plan.bytes, free=free)

@@ -109,7 +109,7 @@ def test_bad_input_is_refused_in_two_lines(
         ([video, "--width", "65"], "request.out_of_range", {"field": "width", "nearest": 64}),
         ([video, "--out", "a\tb.gif"], "export.out_unreadable", {}),
         ([video, "--out", str(tmp_path / "none" / "a.gif")], "video.folder_missing", {}),
-        ([video, "--out", video], "upscale.same_file", {}),
+        ([video, "--out", video], "source.same_file", {}),
         ([video, "--out", str(tmp_path / "a.avi")], "export.suffix", {"format": "mp4"}),
     ]
     check_refusals(cases, capsys, subtests, ["jobs", "export"])
@@ -117,7 +117,7 @@ def test_bad_input_is_refused_in_two_lines(
         ([video], "export.too_few", {}),
         ([video] * 51, "export.too_many", {"most": 50}),
         ([video, str(make(tmp_path / "y.mp4", fps=8))], "export.clips_differ", {"file": "y.mp4"}),
-        ([video, video, "--out", video], "upscale.same_file", {}),
+        ([video, video, "--out", video], "source.same_file", {}),
     ]
     check_refusals(joins, capsys, subtests, ["jobs", "join"])
     assert refused(["jobs", "join"], capsys).code == "cli.usage"

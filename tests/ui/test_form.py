@@ -57,6 +57,7 @@ GOOD: dict[str, Any] = {
     "interpolate": "off",
     "upscale": "auto",
     "upscaler": "auto",
+    "extend": "",
     "video": "",
     "strength": 0.6,
     "size_from": "",
@@ -87,7 +88,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     request = read(models)
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
-    read_values |= {"image": None, "last_image": None, "video": None}
+    read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
@@ -362,7 +363,7 @@ def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSp
 
 @pytest.mark.parametrize("value", ["/etc/passwd", "sha256:12", 12, [], {}, "a\nb"])
 def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
-    for field in ("image", "last_image", "video"):
+    for field in ("image", "last_image", "extend", "video"):
         with pytest.raises(InvalidRequestError) as refused:
             read(able, model="wan2.1", **({"image": IMAGE} | {field: value}))
         assert refused.value.field == field
@@ -456,7 +457,7 @@ def test_the_form_shows_what_the_family_has(families: dict[str, ModelSpec]) -> N
     }
     assert list(visible.values()) == [[True, True], [False, False], [False, False], [False, False]]
     places = {name: re.findall(r'data-place="(\w+)"', values["images"]["value"]) for name, values in shown.items()}
-    assert list(places.values()) == [["video"], [], ["image", "last_image"], ["image"]]
+    assert list(places.values()) == [["video"], [], ["image", "last_image", "extend"], ["image", "extend"]]
     assert ["[0s:" in values["prompt"]["info"] for values in shown.values()] == [False, False, True, True]
     assert ["input of the model" in values["guidance_scale"]["info"] for values in shown.values()] == [
         False,

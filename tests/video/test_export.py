@@ -250,8 +250,8 @@ def test_targets_that_do_not_fit_are_refused(source: Path, tmp_path: Path, subte
         (clip, "gif", tmp_path / "folder.gif", "video.not_a_file"),
         (clip, "mp4", tmp_path / "none" / "a.mp4", "video.folder_missing"),
         (clip, "mp4", tmp_path / f"{'a' * 300}.mp4", "video.not_writable"),
-        (Clip.read(own), "mp4", own, "upscale.same_file"),
-        (Clip.read(own), "mp4", tmp_path / "hard.mp4", "upscale.same_file"),
+        (Clip.read(own), "mp4", own, "source.same_file"),
+        (Clip.read(own), "mp4", tmp_path / "hard.mp4", "source.same_file"),
     ]
     for part, name, path, code in cases:
         with subtests.test(path.name[:20]), pytest.raises(TandemError) as refused:
