@@ -429,16 +429,17 @@ def test_a_video_ends_early_with_the_sections_that_a_paused_job_has(make: Make) 
     assert clip.video == wanted
 
 
-def test_the_joined_sections_are_upscaled(make: Make, tmp_path: Path) -> None:
+def test_the_joined_sections_are_interpolated_and_upscaled(make: Make, tmp_path: Path) -> None:
     save_safetensors(tmp_path / "upscalers" / "small.safetensors", COMPACT_CONFIG)
-    clip = make(VANILLA, 1, upscale=2, upscaler="small")
+    clip = make(VANILLA, 1, interpolate=2, upscale=2, upscaler="small")
     done = saved(clip.run())
     infos = [read_info(video) for video in (clip.plan.output, plain_output(clip.plan.output))]
     assert [(info.width, info.height, info.frames) for info in infos] == [
-        (2 * WIDTH, 2 * HEIGHT, 37),
+        (2 * WIDTH, 2 * HEIGHT, 2 * 37),
         (WIDTH, HEIGHT, 37),
     ]
-    assert done.timings["upscale"] > 0
+    assert done.frames == infos[0].frames
+    assert done.timings["interpolate"] > 0 and done.timings["upscale"] > 0
 
 
 def clips(clip: Clip, job: str = "job") -> list[str]:
