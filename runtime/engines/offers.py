@@ -77,6 +77,8 @@ class ModelOffers:
         owner = self.spec.owner_of(component)
         if owner is not self.spec:
             return replace(self, spec=owner)(component, latent, device)
+        if not self.spec.programs.get(component, (component,)):  # no engine serves it, as for a video's encoder
+            return []
         builders = _in_order(builders_for(device), self.spec, component, device)
         names = {builder.name for builder in builders}
         rest = [builder for name, builder in BUILDERS.items() if name not in names]

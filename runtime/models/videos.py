@@ -133,7 +133,8 @@ def find_video(
         path, name = images_dir(cache_dir or Path()) / reference.digest, reference.name
         if cache_dir is None or not path.is_file() or _digest(path, name, field, check) != reference.digest:
             raise InvalidRequestError(field, "source.copy_missing", file=name)
-    counted = _count(path, name, field, fps, most, check)
+    with _named(name):
+        counted = _count(path, name, field, fps, most, check)
     info, digest = counted.info, _digest(path, name, field, check)
     kept = _kept(path, name, field, digest, cache_dir, check) if keep and cache_dir is not None else path
     return VideoUse(
@@ -161,9 +162,8 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
-        use = find_video(str(partial), cache_dir, 1, 1, check=check)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
+        with _named(name):
+            use = find_video(str(partial), cache_dir, 1, 1, check=check)
     except OSError as error:
         code = "source.disk_full" if error.errno in DISK_FULL else "source.not_kept"
         raise OutputError(code, folder=folder) from error
@@ -185,7 +185,19 @@ def open_video(use: VideoUse, check: Callable[[], None] = never, field: str = FI
         raise InvalidRequestError(field, "source.gone", file=use.name)
     if _digest(use.path, use.name, field, check) != use.digest:
         raise InvalidRequestError(field, "source.changed", file=use.name)
-    return read_info(use.path, field, check)
+    with _named(use.name):
+        return read_info(use.path, field, check)
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name a video in errors as people know it, not by the name of its copy."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if isinstance(error.data.get("file"), str):
+            raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
+        raise  # with the whole path
 
 
 def open_picture(use: InputFile) -> Image.Image:

@@ -294,8 +294,6 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     @cache
     def offered(component: str) -> Sequence[EngineOffer]:
         left_out = request.backend(component) == PYTORCH and not context.compares
-        # Engines of the encoder are for an image and gray frames.
-        left_out = left_out or (component == VAE_ENCODER and spec.video is not None)
         return () if left_out else context.offers(component, latent_size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)

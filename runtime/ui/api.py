@@ -63,7 +63,8 @@ def endpoint(default_model: str) -> Callable[..., Any]:
         The parameters are the fields of a request, as in docs/commands.md. "auto" uses the model's default, and a
         random seed; negative_prompt null uses the model's own. backends selects what runs a component, as
         {"vae": "pytorch"} or ["vae=pytorch"], with "all" for every component; loras names files in the cache's
-        weights/loras, as ["style:0.8"]; image and last_image are uploads. The job continues when the stream is closed.
+        weights/loras, as ["style:0.8"]; image, last_image and video are uploads. The job continues when the stream is
+        closed.
         """
         async for event in _events(
             request,

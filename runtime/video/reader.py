@@ -36,6 +36,8 @@ _MAX_RATE = 240
 _COMMON_RATE = Fraction(25)
 # Without a frame for so long, a video cannot be read. A busy machine needs more than ffmpeg alone.
 _WAIT_SECONDS = 60.0
+# The longest that counting frames may take.
+_COUNT_SECONDS = 600.0
 # Of ffmpeg: a decoder keeps up to 17 frames, and one for each of its threads; the largest has 50 MB in 8 bits.
 _MEMORY_BYTES = 4 << 30
 _POLL_SECONDS = 0.05
@@ -111,13 +113,21 @@ class _Decoder:
         check: called many times a second on a thread of its own; an exception that it raises ends ffmpeg, and `wait`
             raises it again.
         level: which messages of ffmpeg are logged.
+        seconds: the most that all takes; `None` without a limit.
 
     Raises:
         MachineError: if there is no ffmpeg.
     """
 
     def __init__(
-        self, path: Path, field: str, options: Sequence[str], check: Callable[[], None], level: str = "error"
+        self,
+        path: Path,
+        field: str,
+        options: Sequence[str],
+        check: Callable[[], None],
+        *,
+        level: str = "error",
+        seconds: float | None = None,
     ) -> None:
         limits = ["-v", level, "-hide_banner", "-nostdin", "-max_pixels", str(_MAX_PIXELS)]
         self._command = [find_ffmpeg(), *limits, *input_options(path), "-map", "0:V:0", *options]
@@ -126,6 +136,8 @@ class _Decoder:
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._reads_since: float | None = None
+        self._end_at = None if seconds is None else time.monotonic() + seconds
+        self._most_seconds = seconds
 
     def __enter__(self) -> "_Decoder":
         """Start ffmpeg."""
@@ -177,7 +189,7 @@ class _Decoder:
         Raises:
             InvalidRequestError: if it was ended at a limit.
         """
-        code = self._end()
+        code = self._timed(lambda _: self._end())
         if self._error is not None:
             raise self._error
         return code
@@ -199,9 +211,11 @@ class _Decoder:
             self._process.kill()
 
     def _check_limits(self) -> None:
-        since = self._reads_since
-        if since is not None and time.monotonic() - since > _WAIT_SECONDS:
+        now, since = time.monotonic(), self._reads_since
+        if since is not None and now - since > _WAIT_SECONDS:
             raise InvalidRequestError(self._field, "source.slow", file=self._path.name, seconds=_WAIT_SECONDS)
+        if self._end_at is not None and now > self._end_at:
+            raise InvalidRequestError(self._field, "source.slow", file=self._path.name, seconds=self._most_seconds)
         try:
             used = psutil.Process(self._process.pid).memory_info().rss
         except psutil.Error:  # it has ended
@@ -233,7 +247,7 @@ def read_info(path: Path, field: str = "file", check: Callable[[], None] = never
     if empty:
         raise InvalidRequestError(field, "source.empty", file=path.name)
     options = ["-vf", square_filters(""), "-frames:v", "1", "-fps_mode", "cfr", "-c:v", "rawvideo", "-pix_fmt", "rgb24"]
-    with _Decoder(path, field, [*options, "-f", "framecrc", "-"], check, "info") as decoder:
+    with _Decoder(path, field, [*options, "-f", "framecrc", "-"], check, level="info") as decoder:
         out = b"".join(iter(decoder.read_line, b"")).decode("utf-8", "replace")
         decoder.wait()
         return _info(path, field, decoder.log, out)
@@ -336,7 +350,7 @@ def count_frames(
     # Without flushing, hundreds of frames may pass before a line is written.
     options = ["-vf", _nearest(rate), "-fps_mode", "passthrough", "-frames:v", str(most)]
     options += ["-f", "framecrc", "-flush_packets", "1", "-"]
-    with _Decoder(info.path, field, options, check) as decoder:
+    with _Decoder(info.path, field, options, check, seconds=_COUNT_SECONDS) as decoder:
         frames = sum(not line.startswith(b"#") for line in iter(decoder.read_line, b""))
         decoder.wait()
     if not frames:

@@ -81,7 +81,7 @@ MESSAGES: Mapping[str, Message] = {
     "source.path_unreadable": Message("FILE is empty or unreadable.", "Give the path of a video."),
     "source.empty": Message("{file} is empty.", "Copy or download the video again."),
     "source.slow": Message(
-        "Reading a frame of {file} takes more than {seconds:.0f} seconds.",
+        "Reading {file} takes more than {seconds:.0f} seconds.",
         "Convert the video to an MP4 with another program first.",
     ),
     "source.memory": Message(

@@ -477,7 +477,7 @@ def _spec(
         part: _parameters_of(of_files[part], part) if part in of_files else _parameters(directory, part)
         for part in (*programs, VAE_ENCODER)
     }
-    if not counted[VAE_ENCODER]:  # some files of VAEs only decode
+    if VAE_ENCODER not in programs and not counted[VAE_ENCODER]:  # some files of VAEs only decode
         del counted[VAE_ENCODER]
     return ModelSpec(
         family="wan",

@@ -8,6 +8,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import patchify
 
+from runtime.core.cancel import never
 from runtime.families.wan.vae_encoder import Clip, EncoderSteps, PyTorchVideoEncoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -51,3 +52,7 @@ def test_tiles_are_close_to_whole_frames() -> None:
     tiled = encoder.latents(images, 5, 8)
     assert tiled.shape == whole.shape
     assert 0 < (tiled - whole).norm() / whole.norm() < 0.1
+    video = torch.stack([image.roll(frame, 1) for frame in range(9)]).add(1).mul(127.5).byte().permute(0, 2, 3, 1)
+    every, in_tiles = (encoder.video_latents(video, tile, never) for tile in (None, 8))
+    assert every.shape[2] == 3 and in_tiles.shape == every.shape
+    assert 0 < (in_tiles - every).norm() / every.norm() < 0.1
