@@ -21,7 +21,6 @@ import numpy as np
 from runtime.video.export import Clip, ExportPlan, export
 from runtime.video.export_formats import FORMATS, MP4, START_SECONDS, USUAL_CRF, ExportFormat
 
-
 # A steeper fit of few videos says nothing of simpler or richer ones.
 MOST = 1.4
 

@@ -24,6 +24,8 @@ from runtime.cli.main import (
     generate,
     jobs_app,
     jobs_delete,
+    jobs_export,
+    jobs_join,
     jobs_list,
     jobs_show,
     keys_app,
@@ -108,6 +110,8 @@ FUNCTIONS: list[Callable[..., object]] = [
     jobs_list,
     jobs_show,
     jobs_delete,
+    jobs_export,
+    jobs_join,
     bench,
     bench_compare,
     serve,
@@ -118,6 +122,7 @@ FUNCTIONS: list[Callable[..., object]] = [
 def test_every_flag_is_documented(subtests: pytest.Subtests) -> None:
     shown = {"as_json": "--json", "context": "", "file": "FILE", "prompt": "PROMPT"}
     shown |= {"job": "ID", "ids": "ID", "name": "NAME", "names": "NAME"}
+    shown |= {"clip": "ID", "clips": "ID", "kind": "--format"}
     shown |= {"flags": "", "first": "A.json", "second": "B.json"}
     for function in FUNCTIONS:
         with subtests.test(msg=function.__name__):

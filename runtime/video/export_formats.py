@@ -20,8 +20,10 @@ Kind = Literal["video", "animation", "still"]
 USUAL_CRF = 17
 # A step of six of the constant rate factor is about a factor of two in bits.
 _CRF_OF_HALF = 6
-# Bits per pixel of a video that is not H.264, of the shortest file, and seconds until ffmpeg has started.
-_USUAL_BITS, _LEAST_BYTES, START_SECONDS = 0.15, 200, 0.15
+# Bits per pixel of a video that is not H.264, and of one with more details than were measured.
+_USUAL_BITS, _MOST_BITS = 0.15, 0.6
+# The shortest file, and how long ffmpeg takes to start.
+_LEAST_BYTES, START_SECONDS = 200, 0.15
 _LEAST_WIDTH = 16
 # GIFs count time in hundredths of a second, and browsers slow down those with shorter delays than two of them.
 _GIF_TICKS, _GIF_RATE = 100, 50
@@ -132,7 +134,8 @@ class ExportFormat:
             return round(pixels * bits / 8)
         factor, exponent = self.bits
         usual = _USUAL_BITS if bits is None or not crf else bits * 2 ** ((crf - USUAL_CRF) / _CRF_OF_HALF)
-        return max(round(pixels * factor * usual**exponent / 8), _LEAST_BYTES)
+        per_pixel: float = factor * min(usual, _MOST_BITS) ** exponent
+        return max(round(pixels * per_pixel / 8), _LEAST_BYTES)
 
     def estimate_seconds(self, pixels: int) -> float:
         """Return about how long encoding takes; encoders do not use many cores well."""
@@ -174,24 +177,24 @@ _FORMATS = (
         "prores", "MOV, ProRes 422 HQ", "For editing programs; large.", "video", ".mov", "video/quicktime",
         # Without the flag, the comment is limited to 64 KB.
         {"prores_ks": ("-profile:v", "3", "-vendor", "apl0", "-movflags", "+faststart+use_metadata_tags")},
-        "yuv422p10le", (6.6, 0.2), 55, ("-c:a", "pcm_s16le"), plays=False,
+        "yuv422p10le", (6.6, 0.2), 80, ("-c:a", "pcm_s16le"), plays=False,
     ),
     ExportFormat(
         "gif", "GIF", "Moves in any chat or document; 256 colors.", "animation", ".gif", "image/gif",
-        {"gif": ("-loop", "0")}, "rgb24", (3.8, 0.15), 270, width=480, rate=_GIF_RATE,
+        {"gif": ("-loop", "0")}, "rgb24", (3.8, 0.15), 350, width=480, rate=_GIF_RATE,
     ),
     ExportFormat(
         "webp", "WebP", "A smaller moving image for web pages.", "animation", ".webp", "image/webp",
-        {"libwebp_anim": ("-loop", "0", "-quality", "80", "-compression_level", "4")}, "bgra", (2.3, 1.1), 85,
+        {"libwebp_anim": ("-loop", "0", "-quality", "80", "-compression_level", "4")}, "bgra", (2.3, 1.1), 120,
         width=720,
     ),
     ExportFormat(
         "png", "PNG frames", "Every frame without loss.", "still", "", "application/zip",
-        {"png": ("-f", "image2")}, "rgb24", (13.0, 0.4), 140,
+        {"png": ("-f", "image2")}, "rgb24", (13.0, 0.4), 400,
     ),
     ExportFormat(
         LAST_FRAME, "Last frame, PNG", "To start the next video from.", "still", ".png", "image/png",
-        {"png": ("-frames:v", "1", "-update", "1")}, "rgb24", (13.0, 0.4), 140,
+        {"png": ("-frames:v", "1", "-update", "1")}, "rgb24", (13.0, 0.4), 400,
     ),
 )  # fmt: skip
 FORMATS: Mapping[str, ExportFormat] = {entry.name: entry for entry in _FORMATS}

@@ -30,7 +30,7 @@ class AsUser:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope | {"user": SimpleUser("")}, receive, send)
+        await self._app({**scope, "user": SimpleUser("")}, receive, send)
 
 
 class Page:
@@ -101,8 +101,9 @@ def test_only_ones_own_videos_and_valid_calls_are_exported(page: Page, subtests:
         with subtests.test(f"{clips} {values}"):
             lines, _ = page.export(*clips, **values)
             assert list(lines[-1]) == ["error"] and str(page.outputs) not in lines[-1]["error"]
-    for call in ([], {"clips": []}, {"clips": [first], "format": "gif", "start": "1", "end": None},
-                 {"clips": [first] * 51, "format": "gif", "start": None, "end": None}):  # fmt: skip
+    times = {"format": "gif", "start": None, "end": None}
+    calls: list[Any] = [[], {"clips": []}, {**times, "clips": [first], "start": "1"}, {**times, "clips": [first] * 51}]
+    for call in calls:
         with subtests.test(str(call)[:40]):
             assert page.client.post("/tandem/export", json=call).status_code == 422
     for visitors in (False, True):
