@@ -17,7 +17,7 @@ from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
 from runtime.engines.key_parts import TOKENS_OPTION, imported_key, runnable_programs
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, free_disk_bytes
-from runtime.models.spec import FRAME_PROGRAMS, ModelSpec, is_transformer
+from runtime.models.spec import FRAME_PROGRAMS, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.models.vae_groups import GROUP_PROGRAMS, calls_of
 from runtime.planner.choice.engine_index import (
     IMPORTED,
@@ -77,7 +77,7 @@ class ModelOffers:
         owner = self.spec.owner_of(component)
         if owner is not self.spec:
             return replace(self, spec=owner)(component, latent, device)
-        if not self.spec.programs.get(component, (component,)):  # no engine serves it, as for a video's encoder
+        if component == VAE_ENCODER and self.spec.video is not None:  # no engine encodes a video
             return []
         builders = _in_order(builders_for(device), self.spec, component, device)
         names = {builder.name for builder in builders}

@@ -136,7 +136,7 @@ def check_copies(request: GenerationRequest) -> None:
     Raises:
         InvalidRequestError: for a path.
     """
-    for field in ("image", "last_image", "video"):
+    for field in ("image", "last_image", "extend", "video"):
         file = getattr(request, field)
         if file is not None and parse_reference(file) is None:
             raise InvalidRequestError(field, "form.image_is_path", file=file[:60])

@@ -53,9 +53,9 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     assert "data-place" not in places_html(spec, {"b": spec})
     assert 'data-able="[]"' in places_html(spec, {"b": spec})
     optional, required = places(), places(required=True, last="required")
-    assert optional.count("data-place") == 1 and "required" not in optional
-    assert required.count("data-place") == 2 and required.count('aria-required="true"') == 2
-    assert places(last="optional").count("data-place") == 2 and "required" not in places(last="optional")
+    assert optional.count("data-place") == 2 and "required" not in optional  # one is of a video to extend
+    assert required.count("data-place") == 3 and required.count('aria-required="true"') == 2
+    assert places(last="optional").count("data-place") == 3 and "required" not in places(last="optional")
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
 
 
