@@ -38,6 +38,7 @@ from runtime.models.timed_prompts import timed_prompts
 from runtime.pipeline.files import (
     CLIP,
     COMPUTE_FIELDS,
+    FINISHING_FIELDS,
     HEADER_KEY,
     LATEST,
     SECTIONS,
@@ -63,7 +64,7 @@ _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
 _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files; a length in seconds became a number of frames.
-_OTHER_FIELDS = {*COMPUTE_FIELDS, "model", "loras", "seconds"}
+_OTHER_FIELDS = {*COMPUTE_FIELDS, *FINISHING_FIELDS, "model", "loras", "seconds"}
 _VIDEO_FIELDS = {"video", "strength"}
 _INPUT_FIELDS = {"image", "last_image", "image_fit", "image_position", *_VIDEO_FIELDS}
 # Set when a scheduler is loaded.

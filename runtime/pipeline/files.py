@@ -38,10 +38,9 @@ COMPUTE_FIELDS = (
     "fps",
     "crf",
     "gpus",
-    "interpolate",
-    "upscale",
-    "upscaler",
 )
+# And those of what is done with the decoded frames.
+FINISHING_FIELDS = ("interpolate", "upscale", "upscaler")
 # What identifies the files of each component of a model: name, size and time of each.
 Stamps = Mapping[str, list[list[Any]]]
 _SLUG_CHARACTERS = 40

@@ -14,7 +14,7 @@ from runtime.core.errors import StoreError, first_line
 from runtime.core.events import Event, Failed, Planned, Stage, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.frozen import FrozenModel
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.request import AUTO, GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -166,6 +166,13 @@ class JobRecord(FrozenModel):
         except ValidationError as error:
             logger.warning("The result of job %s cannot be read: %s", self.id, first_line(error))
             return None
+
+    @property
+    def videos(self) -> tuple[Path, ...]:
+        """The video of a finished job, and the same as it was decoded if the job has that too."""
+        if self.saved is None:
+            return ()
+        return (self.output, plain_output(self.output)) if self.saved.keeps_plain else (self.output,)
 
     @cached_property
     def live_values(self) -> Mapping[str, Any]:

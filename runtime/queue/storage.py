@@ -17,7 +17,6 @@ from runtime.core.files import remove_partial_files
 from runtime.core.frozen import FrozenModel
 from runtime.core.images import referenced
 from runtime.core.locks import remove_scratch_folders
-from runtime.core.plan import plain_output
 from runtime.models.images import copy_bytes, remove_unused
 from runtime.pipeline.files import CHECKPOINTS, CLIP, SECTIONS
 from runtime.queue.records import JobRecord, State
@@ -115,8 +114,8 @@ def _image_bytes(store: JobStore, jobs: Iterable[JobRecord]) -> int:
 
 
 def video_bytes(job: JobRecord) -> int:
-    """Return the size of a job's video, and of the same before it was interpolated or upscaled; 0 if there is none."""
-    return _size(job.output) + _size(plain_output(job.output)) if job.state == "done" else 0
+    """Return the size of a job's videos; 0 if there are none."""
+    return sum(map(_size, job.videos)) if job.state == "done" else 0
 
 
 def checkpoint_bytes(store: JobStore, job_id: str) -> int:
@@ -237,12 +236,12 @@ def _is_damaged(store: JobStore) -> bool:
 
 
 def remove_files(store: JobStore, job: JobRecord, outputs_dir: Path) -> None:
-    """Remove a job's folder, and its video if that is in `outputs_dir`."""
+    """Remove a job's folder, and its videos if they are in `outputs_dir`."""
     folder = store.folder(job.id)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
     if job.kind == "video" and job.output.parent == outputs_dir:
-        for path in (job.output, plain_output(job.output)):
+        for path in job.videos or (job.output,):
             with contextlib.suppress(OSError):
                 path.unlink()
 

@@ -401,7 +401,7 @@ def comparison_html(first: Clip, second: Clip) -> str:
 
 def same_picture(first: Clip, second: Clip) -> bool:
     """Return whether two requests differ only in how the video is computed, which should not change its frames."""
-    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS) | {"interpolate", "upscale", "upscaler"}
+    names = {*first.request, *second.request}.difference(COMPUTE_FIELDS)
     return all(_value(first, name) == _value(second, name) for name in names)
 
 

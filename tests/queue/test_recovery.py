@@ -39,7 +39,7 @@ from runtime.queue.recovery import EXIT_DEVICE_LOST, MemoryKills, avoid_causes, 
 from runtime.queue.store import JobStore
 from tests.block_engine_files import in_blocks
 from tests.plans import machine, tiny_plan
-from tests.queue.samples import add_job, sample_plan, sample_request, sample_result
+from tests.queue.samples import add_job, result_of, sample_plan, sample_request
 
 KILLED = Fact("queue.exited", {"how": "signal 9, SIGKILL"})
 CRASHED = Fact("queue.exited", {"how": "exit code 1"})
@@ -393,25 +393,28 @@ def test_folders_of_jobs_in_a_damaged_store_are_kept(tmp_path: Path) -> None:
         assert folder.is_dir()
 
 
-def test_purging_removes_only_files_in_the_outputs_folder(store: JobStore, tmp_path: Path) -> None:
+def test_purging_removes_only_a_jobs_own_files_in_the_outputs_folder(store: JobStore, tmp_path: Path) -> None:
     outputs, elsewhere = tmp_path / "outputs", tmp_path / "elsewhere"
-    videos = [folder / "boat.mp4" for folder in (outputs, elsewhere)]
+    finished = {outputs / "boat.mp4": "2", elsewhere / "boat.mp4": "2", outputs / "plain.mp4": "off"}
     jobs = []
-    for video in videos:
-        video.parent.mkdir()
+    for video, interpolate in finished.items():
+        video.parent.mkdir(exist_ok=True)
         for path in (video, plain_output(video)):
             path.write_bytes(b"video")
-        job = store.add(sample_request(), sample_plan().replace(output=video), instance="a")
-        store.log.record(job.id, sample_result().model_copy(update={"video": video}))
+        plan = sample_plan().replace(output=video, interpolate=interpolate)
+        job = store.add(sample_request(), plan, instance="a")
+        store.log.record(job.id, result_of(plan))
         folder = store.folder(job.id)
         assert folder is not None
         folder.mkdir(parents=True)
         jobs.append((job, folder))
         store.delete(job.id)
     assert storage.purge(store, outputs) == 0
-    assert all(video.exists() for video in videos)
-    assert storage.purge(store, outputs, older_than=-1) == 2
-    assert [video.exists() for video in videos] == [plain_output(video).exists() for video in videos] == [False, True]
+    assert all(video.exists() for video in finished)
+    assert storage.purge(store, outputs, older_than=-1) == 3
+    assert [video.exists() for video in finished] == [False, True, False]
+    # The last one was not finished further: the file beside it belongs to somebody else.
+    assert [plain_output(video).exists() for video in finished] == [False, True, True]
     assert not any(folder.exists() for _, folder in jobs)
 
 
