@@ -6,11 +6,11 @@
 
   const root = () => document.querySelector("[data-compare]");
   const clips = () => [...(root()?.querySelectorAll("figure video") ?? [])].map((video) => ({
-    video, fps: Number(video.dataset.fps), frames: Number(video.dataset.frames),
+    video, fps: Number(video.dataset.fps), frames: Number(video.dataset.frames), times: Number(video.dataset.times),
   }));
   const total = (all) => Math.max(...all.map((clip) => clip.frames));
-  // The middle of a frame, so that rounding never shows a neighbouring frame.
-  const timeOf = (clip, n) => (Math.min(n, clip.frames - 1) + 0.5) / clip.fps;
+  // The middle of a generated frame, so that rounding never shows a neighbouring or an interpolated one.
+  const timeOf = (clip, n) => (Math.min(n, clip.frames - 1) + 0.5 / clip.times) / clip.fps;
 
   const draw = (all) => {
     const scrub = root().querySelector("[data-scrub]");

@@ -140,10 +140,9 @@ class VideoOutput:
             self._writer.write(frames)
             return
         self._plain.write(frames)
-        device = self._context.plan.components["vae"].device
-        if device != "cpu":
-            # What the VAE still computes is not the time of what follows.
-            torch.cuda.synchronize(device)
+        if self._upscaler is not None and self._upscaler.calls.device != "cpu":
+            # What the VAE still computes is not the upscaler's time.
+            torch.cuda.synchronize(self._upscaler.calls.device)
         if self._interpolator is None:
             self._pass_on(frames)
         else:

@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
-from runtime.core.request import BACKENDS, FIELDS
+from runtime.core.request import BACKENDS, FIELDS, OFF
 from runtime.core.request_fields import AUTO, Choice, Loras, StepCache, UpscalerName
 from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
@@ -151,6 +151,12 @@ class Clip:
     def size(self) -> tuple[int, int]:
         return self.request["width"], self.request["height"]
 
+    @property
+    def interpolation(self) -> int:
+        """How many frames the video has for each that was generated."""
+        factor = self.request.get("interpolate", OFF)
+        return 1 if factor == OFF else int(factor)
+
 
 class HistoryPanel(JobsPanel):
     """The panel; see `panels.Panel`."""
@@ -216,7 +222,7 @@ class HistoryPanel(JobsPanel):
             result = _similarity(*((job.output, job.output.stat().st_mtime_ns) for job in jobs))
         except OSError as error:  # it was deleted meanwhile
             raise _video_missing() from error
-        return {"similarity": similarity(clips[0].request["frames"], result)}
+        return {"similarity": similarity(clips[0].request["frames"] * clips[0].interpolation, result)}
 
     def _remove_checkpoints(self, _call: Call) -> Reply:
         freed = storage.remove_finished_checkpoints(self._store, self._owner)

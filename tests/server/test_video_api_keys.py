@@ -191,6 +191,7 @@ def test_limits_of_a_key_are_kept(keyed: tuple[App, dict[str, str]]) -> None:
             ({}, "frames"),
             ({"frames": 5, "steps": 3}, "steps"),
             ({"frames": 5, "size": "64x48"}, "size"),
+            ({"frames": 5, "interpolate": 2}, "interpolate"),
         ):
             answer = small.post("v1/videos", json={**SMALL, **values})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
