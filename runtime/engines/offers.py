@@ -77,8 +77,13 @@ class ModelOffers:
         owner = self.spec.owner_of(component)
         if owner is not self.spec:
             return replace(self, spec=owner)(component, latent, device)
-        if component == VAE_ENCODER and self.spec.video is not None:  # no engine encodes a video
-            return []
+        if component == VAE_ENCODER and self.spec.video is not None:
+            problem = Fact("planner.no_video_engines")
+            return [
+                EngineOffer(backend=builder.backend, builder=builder.name, engines=(), problem=problem)
+                for builder in builders_for(device)
+                if builder.kind != "blocks"
+            ]
         builders = _in_order(builders_for(device), self.spec, component, device)
         names = {builder.name for builder in builders}
         rest = [builder for name, builder in BUILDERS.items() if name not in names]

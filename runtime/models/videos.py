@@ -36,6 +36,8 @@ MAX_FILE_BYTES = 1 << 30
 # A copy that is used again is new again, but not each time: its digest is known by its time.
 _TOUCHED_SECONDS = 3600.0
 _PART_BYTES = 1 << 20
+# Refusals that name the whole path.
+_OF_PATHS = frozenset({"source.unreadable", "source.not_a_file"})
 # The most entries of each of the dictionaries below.
 _MOST_ENTRIES = 256
 
@@ -195,9 +197,9 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        if isinstance(error.data.get("file"), str):
-            raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
-        raise  # with the whole path
+        if error.code in _OF_PATHS:
+            raise
+        raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
 
 
 def open_picture(use: InputFile) -> Image.Image:
@@ -229,12 +231,14 @@ def _count(path: Path, name: str, field: str, fps: int | None, most: int, check:
 def _digest(path: Path, name: str, field: str, check: Callable[[], None]) -> str:
     """Return the SHA-256 of a file, which is read once for each time of modification."""
     stamp = _stamp(path, name, field)
-    if stamp not in _DIGESTS:
+    digest = _DIGESTS.get(stamp)
+    if digest is None:
         try:
-            _remember(_DIGESTS, stamp, sha256(path, check))
+            digest = sha256(path, check)
         except OSError as error:
             raise _unreadable(path, field, error) from error
-    return _DIGESTS[stamp]
+        _remember(_DIGESTS, stamp, digest)
+    return digest
 
 
 def _stamp(path: Path, name: str, field: str) -> _Stamp:
@@ -259,6 +263,7 @@ def _unreadable(path: Path, field: str, error: Exception) -> InvalidRequestError
 
 
 def _remember(entries: dict[Key, Value], key: Key, value: Value) -> None:
+    """Add an entry to a dictionary that several threads read."""
     if len(entries) >= _MOST_ENTRIES:
         entries.clear()
     entries[key] = value

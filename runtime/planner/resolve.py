@@ -433,7 +433,7 @@ def _components(
             weights_bytes=weights[name],
             reasons=(
                 *choices[name].reasons,
-                *_video_reason(name, settings, spec),
+                *_video_reason(name, settings, inputs.request, spec),
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
                 *placement.reasons(split, name),
             ),
@@ -546,12 +546,13 @@ def _cached_steps(
     return step_cache, ratios, computed_steps(step_cache, expert_steps, ratios)
 
 
-def _video_reason(component: str, settings: _Settings, spec: ModelSpec) -> tuple[Fact, ...]:
+def _video_reason(component: str, settings: _Settings, request: GenerationRequest, spec: ModelSpec) -> tuple[Fact, ...]:
     """Return why the encoder has no engine, and why a transformer does not run all steps."""
     if spec.video is None:
         return ()
     if component == VAE_ENCODER:
-        return (Fact("planner.video_in_pytorch"),)
+        # An engine that was asked for is refused with the same reason.
+        return (Fact("planner.no_video_engines"),) if request.backend(component) in {AUTO, PYTORCH} else ()
     if not is_transformer(component):
         return ()
     data = {"strength": settings.strength, "run": settings.denoising_steps, "steps": settings.steps}

@@ -159,7 +159,8 @@ class PlanPreview:
         machine, engines = self.machine(), self._engines
         gpus = _names(machine)
         upscaler = None if spec.upscaler is None else (spec.upscaler.name, _modified(spec.upscaler))
-        key = (spec.name, _modified(spec), upscaler, tuple((use.identity, use.expert) for use in spec.loras), gpus)
+        loras = tuple((use.identity, use.expert) for use in spec.loras)
+        key = (spec.name, _modified(spec), upscaler, loras, gpus, spec.video is not None)
         with self._lock:
             if key in self._known:
                 return self._known[key]

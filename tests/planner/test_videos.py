@@ -15,7 +15,8 @@ from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.pipeline.checkpoint import identity
 from runtime.planner import history, memory_model
 from runtime.planner.resolve import PlanningContext, resolve
-from tests.plans import machine
+from tests.facts import fact
+from tests.plans import machine, no_engines
 
 Tiny = Callable[[str], ModelSpec]
 DIGEST = "ab" * 32
@@ -106,13 +107,15 @@ def states_steps(made: ExecutionPlan) -> tuple[float, int, int]:
     return reason.data["strength"], reason.data["run"], reason.data["steps"]
 
 
-def test_the_encoder_is_forecast_for_all_frames_and_never_on_an_engine() -> None:
+def test_the_encoder_is_forecast_for_all_frames_and_never_on_an_engine(tmp_path: Path) -> None:
     spec = look_up("wan2.1-t2v-1.3b", Path("none"))
     assert VAE_ENCODER not in spec.component_names
     made = plan(spec, use(), backends={"vae_encoder": "onnxruntime"})
     assert list(made.components) == ["text_encoder", VAE_ENCODER, "transformer", "vae"]
     part = made.components[VAE_ENCODER]
     assert part.backend == "pytorch" and not part.engines
+    offers = no_engines(tmp_path).offers(spec.from_video(use()))(VAE_ENCODER, made.latent_size, "cpu")
+    assert {(offer.engines, offer.problem) for offer in offers} == {((), fact("planner.no_video_engines"))}
     workload = memory_model.Workload.of(made, spec.from_video(use()))
     # About as much as decoding, which has twice the width in its last level.
     assert 0.2 < workload.flops(VAE_ENCODER) / workload.flops("vae") < 1

@@ -118,6 +118,9 @@ def test_a_cancellation_must_name_an_event(values: dict[str, Any], code: str) ->
         ("GET", "/tandem/images/boat.png", None),
         ("POST", "/tandem/images/", None),
         ("POST", "/tandem/images/a/b", None),
+        ("POST", "/tandem/videos/boat.mp4", "login"),
+        ("GET", "/tandem/videos/boat.mp4", None),
+        ("POST", "/tandem/videos/a/b", None),
         ("POST", "/gradio_api/component_server", None),
         ("POST", "/gradio_api/api/generate", None),
         ("POST", "/gradio_api/run/generate", None),
@@ -132,6 +135,8 @@ def test_a_cancellation_must_name_an_event(values: dict[str, Any], code: str) ->
 )
 def test_only_the_routes_that_are_used_are_open(method: str, path: str, needed: str | None) -> None:
     assert access(method, path) == needed
+    if path.startswith("/tandem/videos/"):
+        assert access(method, path, visitors=True) is None
 
 
 def test_only_videos_in_the_outputs_folder_are_served(tmp_path: Path) -> None:

@@ -19,12 +19,14 @@ from runtime.core.errors import LimitError
 from runtime.core.facts import as_text
 from runtime.core.images import ImageUse
 from runtime.models.images import images_dir, keep_image
+from runtime.models.videos import keep_video
 from runtime.server import gradio_requests, image_uploads, security
 from runtime.server.gradio_requests import RefusedError
 from runtime.video.image_decoder import FORMATS, MIN_SIDE
 from runtime.video.image_process import PROCESS
 from tests.facts import fact
 from tests.image_files import encoded, many_scans, picture
+from tests.video.test_reader import H264, make
 
 BOAT = encoded(picture())
 
@@ -49,9 +51,12 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
 
     limits = Middleware(security.ValidationMiddleware, visitors=None, submissions={})
     middleware = [Middleware(ExceptionMiddleware), Middleware(Anna), limits]
-    app = Starlette(
-        routes=image_uploads.routes(keep, lambda text: text.replace(str(tmp_path), "the cache")), middleware=middleware
+    routes = image_uploads.routes(
+        keep,
+        lambda text: text.replace(str(tmp_path), "the cache"),
+        lambda data, name, check=never: keep_video(data, name, tmp_path, check=check),
     )
+    app = Starlette(routes=routes, middleware=middleware)
     with TestClient(app) as made:
         yield made
 
@@ -69,6 +74,19 @@ def test_a_body_and_a_form_are_the_same_image(client: TestClient, tmp_path: Path
     assert plain.json() == {"image": f"sha256:{copy.name}/boat.png", "width": 64, "height": 48}
     assert form.json() == [plain.json()["image"]]
     assert plain.headers["cache-control"] == form.headers["cache-control"] == "private, no-store"
+
+
+def test_a_video_is_kept_or_refused_with_a_remedy(client: TestClient, tmp_path: Path) -> None:
+    clip = make(tmp_path / "x.mp4", *H264).read_bytes()
+    kept = client.post("/tandem/videos/a%20boat.mp4", content=clip)
+    (copy,) = copies(tmp_path)
+    assert copy.read_bytes() == clip
+    reference = f"sha256:{copy.name}/a boat.mp4"
+    assert kept.json() == {"video": reference, "width": 32, "height": 24, "seconds": pytest.approx(1, abs=0.1)}
+    for data, code in ((b"", "empty"), (b"text", "no_video"), (clip[:900], "no_video"), (BOAT, "no_video")):
+        answer = client.post("/tandem/videos/boat.mp4", content=data)
+        assert (answer.status_code, answer.text) == (422, as_text(fact(f"source.{code}", file="boat.mp4")))
+    assert copies(tmp_path) == [copy]
 
 
 @pytest.mark.parametrize(

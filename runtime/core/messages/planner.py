@@ -379,7 +379,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
     "planner.graphed": Message("Calls are CUDA graphs, because starting kernels takes longer than running them."),
     "planner.shift_asked": Message("Shift {shift:g}, as requested{others:appended}."),
-    "planner.video_in_pytorch": Message("PyTorch: engines encode images, and no videos."),
+    "planner.no_video_engines": Message("Engines encode images, and no videos."),
     "planner.steps_of_strength": Message("Strength {strength:g} runs the last {run} of {steps:n step}."),
     "planner.guidance_of_images": Message(
         "Guidance {scales:list}: the model's own for videos from images, instead of {usual:list}."

@@ -34,6 +34,7 @@ from runtime.server.cluster.sending import Sender
 from tests import lora_files, part_files
 from tests.engines import engine_files
 from tests.transformer_files import save_gguf, wide_transformer
+from tests.video.test_reader import H264, make
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +148,7 @@ def test_a_model_of_two_gguf_files_and_a_lora_are_sent_once(head: Head, node: No
     assert node.received() == ["low_noise/wan_x (v1).gguf"]
 
 
-def test_text_encoder_and_vae_in_single_files_are_sent(head: Head, node: Node) -> None:
+def test_text_encoder_and_vae_in_single_files_and_a_video_are_sent(head: Head, node: Node, tmp_path: Path) -> None:
     weights = head.settings.weights_dir
     base = weights / "a model without"
     shutil.copytree(weights / "base", base, ignore=shutil.ignore_patterns("text_encoder", "transformer", "diff*"))
@@ -163,8 +164,13 @@ def test_text_encoder_and_vae_in_single_files_are_sent(head: Head, node: Node) -
     save_gguf(path, dict(wide_transformer().state_dict()), "Q8_0")
     spec = find(str(path), weights)
     assert spec.directory == base and len(set(spec.single_files.values())) == 3
-    order = head.prepare(head.job(model=str(path)))
-    assert {"wan_y.gguf", "text_encoder.x.safetensors", "vae.x.safetensors"} < set(node.received())
+    clip = make(tmp_path / "clip.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=16:duration=1"))
+    record = head.job(model=str(path), video=str(clip))
+    clip.unlink()
+    order = head.prepare(record)
+    assert record.plan is not None and record.plan.video is not None
+    files = {"wan_y.gguf", "text_encoder.x.safetensors", "vae.x.safetensors", record.plan.video.digest}
+    assert files < set(node.received())
     events = [value for kind, value in node.call("run", order) if kind in {"event", "outcome"}]
     assert isinstance(events[-1], VideoSaved), events[-1]
 
