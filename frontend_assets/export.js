@@ -68,11 +68,12 @@
   };
 
   const show = (text, share = null) => {
-    const bar = form() && $(".bar", form());
-    if (!bar) return;
+    if (!form()) return;
+    const bar = $(".bar", form()), line = $(".outcome", form()), percent = String(Math.round(100 * share));
     bar.hidden = share === null;
-    if (share !== null) { set(bar, "aria-valuenow", String(Math.round(100 * share))); $("span", bar).style.width = `${100 * share}%`; }
-    const line = $(".outcome", form());
+    set(bar, "aria-valuenow", percent);
+    $("span", bar).style.width = `${percent}%`;
+    if (share === null) line.removeAttribute("data-share"); else set(line, "data-share", `${percent} %`);
     if (line.textContent !== text) line.textContent = text;
   };
   // Reads lines of JSON, the last of which describes the file that follows.

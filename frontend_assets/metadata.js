@@ -86,8 +86,9 @@
     for (const tag of children(data, 0, data.byteLength)) {
       for (const simple of tag.id === TAG ? children(data, tag.start, tag.end) : []) {
         if (simple.id !== SIMPLE) continue;
-        const of = new Map([...children(data, simple.start, simple.end)].map((child) => [child.id, child]));
-        const [name, value] = [of.get(NAME), of.get(TEXT)].map((child) => child && text(data, child.start, child.end));
+        const fields = new Map([...children(data, simple.start, simple.end)].map((child) => [child.id, child]));
+        const [name, value] = [NAME, TEXT].map((id) => fields.get(id))
+          .map((child) => child && text(data, child.start, child.end));
         if (name === "COMMENT") return value;
       }
     }

@@ -6,8 +6,9 @@ ffmpeg runs on a thread, two at once in all, and ends when the client leaves: th
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from runtime.core.cancel import Cancel, CancelledError
-from runtime.core.errors import MachineError, StoreError, TandemError
+from runtime.core.errors import InvalidRequestError, MachineError, StoreError, TandemError
 from runtime.core.facts import Fact, cut
 from runtime.core.settings import Settings
 from runtime.queue.job_queue import JobQueue
@@ -69,6 +70,8 @@ class _Exports:
     def __init__(self, find: FindVideo, redact: Callable[[str], str]) -> None:
         self._find, self._redact = find, redact
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "exports")
+        # A form does not wait for exports.
+        self._readers = ThreadPoolExecutor(_MOST_AT_ONCE, "export-forms")
         # Those who have an export that waits or runs.
         self._busy: set[str] = set()
 
@@ -76,7 +79,8 @@ class _Exports:
         """Send the form for clips: the formats, each with about how large the file becomes."""
         ids, user = request.path_params["ids"].split("-"), request.user.display_name
         try:
-            html = await asyncio.to_thread(lambda: _form(self._clips(ids, user), ids))
+            reading = self._readers.submit(lambda: _form(self._clips(ids, user), ids))
+            html = await asyncio.wrap_future(reading)
         except TandemError as error:
             raise RefusedError(error.fact, text=self._redact(paragraph(error.fact))) from error
         return HTMLResponse(html, headers=_PRIVATE)
@@ -95,10 +99,17 @@ class _Exports:
         raise RefusedError("server.panel_call_incomplete")
 
     def _clips(self, ids: Sequence[str], user: str) -> list[Clip]:
-        paths = [self._find(job_id, user) for job_id in ids]
-        if None in paths:
-            raise StoreError("export.clip_gone")
-        return [Clip.read(path) for path in paths if path is not None]
+        clips = []
+        for job_id in ids:
+            path = self._find(job_id, user)
+            try:
+                changed = None if path is None else path.stat().st_mtime_ns
+            except OSError:  # it was deleted meanwhile
+                changed = None
+            if path is None or changed is None:
+                raise InvalidRequestError("clips", "export.clip_gone")
+            clips.append(_clip(path, changed))
+        return clips
 
     async def _lines(
         self, ids: Sequence[str], kind: str, start: float | None, end: float | None, user: str
@@ -127,9 +138,9 @@ class _Exports:
             export(plan, target, report, cancel.check)
             return target, plan.format.media_type
 
-        future: Future[tuple[Path, str]] = self._threads.submit(work)
+        future = self._threads.submit(work)
+        pending = asyncio.wrap_future(future)
         try:
-            pending = asyncio.wrap_future(future)
             while not pending.done():
                 yield _line(share=share)
                 await asyncio.wait([pending], timeout=_REPORT_SECONDS)
@@ -146,10 +157,16 @@ class _Exports:
                     yield chunk
         finally:
             cancel.request()
-            future.cancel()
+            pending.cancel()
             # At once, or when the thread has noticed.
             future.add_done_callback(lambda _: folder.close())
             self._busy.discard(user)
+
+
+@lru_cache(maxsize=2 * MOST_CLIPS)
+def _clip(path: Path, _changed: int) -> Clip:
+    """Return a clip: reading one takes a tenth of a second, and an export needs it again."""
+    return Clip.read(path)
 
 
 def _line(**values: Any) -> bytes:

@@ -190,24 +190,24 @@ class ExportPlan:
         info, encoder = clips[0].info, kind.encoder
         for clip in clips[1:]:
             check_equal(info, clip.info)
-        wide, high = kind.size(info.width, info.height, width)
+        out_width, out_height = kind.size(info.width, info.height, width)
         copies = (
             kind.name == MP4
-            and (wide, high) == (info.width, info.height)
+            and (out_width, out_height) == (info.width, info.height)
             and len({clip.configuration for clip in clips}) == 1
             and all(clip.is_whole and (clip.info.codec, clip.info.pixels) == ("h264", kind.pixels) for clip in clips)
             # Streams of sound may differ in more than their codec.
             and not (len(clips) > 1 and any(clip.info.sound for clip in clips))
         )
         frames = kind.frames(sum(clip.count for clip in clips), info.rate)
-        pixels = wide * high * frames
+        pixels = out_width * out_height * frames
         size, seconds = kind.estimate_bytes(pixels, clips[0].bits, clips[0].crf), kind.estimate_seconds(pixels)
         if copies:
             size, seconds = sum(clip.info.path.stat().st_size for clip in clips), kind.estimate_seconds(0)
         size += _json_bytes(clips[0].metadata) if not copies else 0
-        notes = kind.notes(info.width, wide, info.rate, sound=any(clip.info.sound for clip in clips))
+        notes = kind.notes(info.width, out_width, info.rate, sound=any(clip.info.sound for clip in clips))
         notes += [Fact("export.copied")] if copies else []
-        return cls(kind, clips, encoder, wide, high, frames, copies, notes, size, seconds)
+        return cls(kind, clips, encoder, out_width, out_height, frames, copies, notes, size, seconds)
 
     @property
     def rate(self) -> Fraction:
@@ -300,11 +300,11 @@ def export(plan: ExportPlan, output: Path, report: Report = no_report, check: Ca
         try:
             log = job.copy() if plan.copies else None
             log = job.encode() if log is None else log
-            written = job.pack()
-            if written.is_file():
-                with written.open("r+b") as file:
+            result = job.pack()
+            if result.is_file():
+                with result.open("r+b") as file:
                     os.fsync(file.fileno())
-            written.replace(output)
+            result.replace(output)
             sync_folder(output.parent)
         except OSError as error:
             raise cannot_write(output, error) from error
@@ -361,27 +361,27 @@ class _Job:
         # The palette is of all frames, which would wait in memory for it.
         palette = f"{graph};[out]palettegen=stats_mode=diff[palette]"
         self._run([*inputs, "-filter_complex", palette, "-map", "[palette]", "-update", "1", "palette.png"], 0, 2)
-        used = f"{graph.removesuffix('[out]')}[frames];[frames][{len(plan.clips)}]paletteuse={_DITHER}[out]"
+        with_palette = f"{graph.removesuffix('[out]')}[frames];[frames][{len(plan.clips)}]paletteuse={_DITHER}[out]"
         inputs += ["-i", "palette.png"]
-        return self._run([*inputs, "-filter_complex", used, "-map", "[out]", "-loop", "0", self.file], 1, 2)
+        return self._run([*inputs, "-filter_complex", with_palette, "-map", "[out]", "-loop", "0", self.file], 1, 2)
 
     def pack(self) -> Path:
-        """Add metadata to images, and make a ZIP of frames if that is wanted; return what was written."""
-        written, kind = self.folder / self.file, self.plan.format
+        """Add metadata to images, and make a ZIP of frames if the output is one; return the result."""
+        file, kind = self.folder / self.file, self.plan.format
         if kind.suffix:
             if kind.kind != "video":
-                add_metadata(written, self.plan.metadata())
-            return written
-        frames = sorted(written.parent.iterdir())
+                add_metadata(file, self.plan.metadata())
+            return file
+        frames = sorted(file.parent.iterdir())
         add_metadata(frames[0], self.plan.metadata())
         if self.output.suffix.lower() != ZIP:
-            return written.parent
-        packed = self.folder / f"complete{ZIP}"
-        with zipfile.ZipFile(packed, "w") as archive:  # PNGs do not become smaller
+            return file.parent
+        archive_file = self.folder / f"complete{ZIP}"
+        with zipfile.ZipFile(archive_file, "w") as archive:  # PNGs do not become smaller
             for frame in frames:
                 self.check()
                 archive.write(frame, f"{self.output.stem}/{frame.name}")
-        return packed
+        return archive_file
 
     @property
     def _has_sound(self) -> bool:
@@ -451,11 +451,11 @@ class _Job:
                     self.check()
                     name, _, value = line.decode().strip().partition("=")
                     if name == "frame":
-                        done = min(int(value) / self.plan.frames, 1.0)
+                        share = min(int(value) / self.plan.frames, 1.0)
                         if self.plan.encoder == _WITHOUT_PROGRESS:
                             seconds = time.monotonic() - began
-                            done = seconds / (seconds + self.plan.seconds)
-                        self.report((part + done) / parts)
+                            share = seconds / (seconds + self.plan.seconds)
+                        self.report((part + share) / parts)
             except BaseException:
                 process.kill()
                 raise

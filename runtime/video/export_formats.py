@@ -79,30 +79,31 @@ class ExportFormat:
         Raises:
             MachineError: if this ffmpeg has none.
         """
-        there = available_encoders()
-        encoder = next((name for name in self.encoders if name in there), None)
+        available = available_encoders()
+        encoder = next((name for name in self.encoders if name in available), None)
         if encoder is None:
-            usable = [entry.name for entry in FORMATS.values() if there.intersection(entry.encoders)]
+            usable = [entry.name for entry in FORMATS.values() if available.intersection(entry.encoders)]
             raise MachineError("export.no_encoder", format=self.name, encoders=list(self.encoders), usable=usable)
         return encoder
 
-    def size(self, width: int, height: int, wanted: int | None = None) -> tuple[int, int]:
+    def size(self, width: int, height: int, new_width: int | None = None) -> tuple[int, int]:
         """Return width and height of the frames of a video of this size.
 
         Args:
-            wanted: width; `None` for the usual one.
+            new_width: the width of the frames; `None` for the usual one.
 
         Raises:
             InvalidRequestError: if the frames cannot have that width.
         """
         low = min(_LEAST_WIDTH, width)
-        if wanted is not None and not low <= wanted <= width:
-            limits = {"low": low, "high": width, "nearest": min(max(wanted, low), width)}
-            raise InvalidRequestError("width", "request.out_of_range", value=wanted, **limits)
-        wide = wanted or min(width, self.width or width)
-        high = max(round(height * wide / width), 1)
-        # Pairs of pixels share colors.
-        return (wide - wide % 2, max(high - high % 2, 2)) if self.pixels.startswith("yuv") else (wide, high)
+        if new_width is not None and not low <= new_width <= width:
+            limits = {"low": low, "high": width, "nearest": min(max(new_width, low), width)}
+            raise InvalidRequestError("width", "request.out_of_range", value=new_width, **limits)
+        out_width = new_width or min(width, self.width or width)
+        out_height = max(round(height * out_width / width), 1)
+        if self.pixels.startswith("yuv"):  # pairs of pixels share colors
+            return out_width - out_width % 2, max(out_height - out_height % 2, 2)
+        return out_width, out_height
 
     def frames(self, count: int, rate: Fraction) -> int:
         """Return how many frames are written of a video with so many at a rate."""
@@ -110,9 +111,9 @@ class ExportFormat:
             return min(count, 1)
         return count if self.rate is None or rate <= self.rate else max(round(count * self.rate / rate), 1)
 
-    def notes(self, width: int, wide: int, rate: Fraction, *, sound: bool) -> list[Fact]:
-        """Return what differs from a video of `width` whose frames are `wide` in this format."""
-        notes = [] if wide >= width - 1 else [Fact("export.smaller", {"width": wide, "before": width})]
+    def notes(self, width: int, new_width: int, rate: Fraction, *, sound: bool) -> list[Fact]:
+        """Return what differs from a video of `width` whose frames are `new_width` wide in this format."""
+        notes = [] if new_width >= width - 1 else [Fact("export.smaller", {"width": new_width, "before": width})]
         notes += [Fact("export.no_sound")] if sound and not self.sound else []
         if self.suffix == ".gif":
             if rate > _GIF_RATE:
@@ -133,8 +134,8 @@ class ExportFormat:
         if self.name == MP4 and bits is not None:
             return round(pixels * bits / 8)
         factor, exponent = self.bits
-        usual = _USUAL_BITS if bits is None or not crf else bits * 2 ** ((crf - USUAL_CRF) / _CRF_OF_HALF)
-        per_pixel: float = factor * min(usual, _MOST_BITS) ** exponent
+        source_bits = _USUAL_BITS if bits is None or not crf else bits * 2 ** ((crf - USUAL_CRF) / _CRF_OF_HALF)
+        per_pixel: float = factor * min(source_bits, _MOST_BITS) ** exponent
         return max(round(pixels * per_pixel / 8), _LEAST_BYTES)
 
     def estimate_seconds(self, pixels: int) -> float:

@@ -130,6 +130,12 @@ def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, ot
         for person in (visitor, other):
             assert person.get(path).status in {403, 404}, path
     job = final["video"].removeprefix("video/").removesuffix(".mp4")
+    export = {"clips": [job], "format": "gif", "start": None, "end": None}
+    for person, status, file_start in ((visitor, 200, True), (other, 422, False)):
+        assert person.get(f"/tandem/export/{job}").status == status
+        exported = person.ask("POST", "/tandem/export", export).body
+        assert (b"GIF89a" in exported, prompt.encode() in exported) == (file_start, file_start)
+        assert (b'"error"' in exported) is not file_start and str(server.cache_dir).encode() not in exported
     # What only the person whose Tandem it is fetches, not even of one's own.
     for path in ("now", f"poster/{job}.webp", f"copy/{job}.mp4", f"report/{job}.json", f"report/whole/{job}.json"):
         assert visitor.get(f"/tandem/{path}").status == 403, path

@@ -241,8 +241,8 @@ def test_targets_that_do_not_fit_are_refused(source: Path, tmp_path: Path, subte
     clip = Clip.read(source)
     (tmp_path / "frames").mkdir()
     (tmp_path / "folder.gif").mkdir()
-    own = make(tmp_path / "own.mp4")
-    os.link(own, tmp_path / "hard.mp4")
+    video = make(tmp_path / "video.mp4")
+    os.link(video, tmp_path / "hard.mp4")
     cases: list[tuple[Clip, str, Path, str]] = [
         (clip, "gif", tmp_path / "a.mp4", "export.suffix"),
         (clip, "png", tmp_path / "a.png", "export.suffix"),
@@ -250,8 +250,8 @@ def test_targets_that_do_not_fit_are_refused(source: Path, tmp_path: Path, subte
         (clip, "gif", tmp_path / "folder.gif", "video.not_a_file"),
         (clip, "mp4", tmp_path / "none" / "a.mp4", "video.folder_missing"),
         (clip, "mp4", tmp_path / f"{'a' * 300}.mp4", "video.not_writable"),
-        (Clip.read(own), "mp4", own, "source.same_file"),
-        (Clip.read(own), "mp4", tmp_path / "hard.mp4", "source.same_file"),
+        (Clip.read(video), "mp4", video, "source.same_file"),
+        (Clip.read(video), "mp4", tmp_path / "hard.mp4", "source.same_file"),
     ]
     for part, name, path, code in cases:
         with subtests.test(path.name[:20]), pytest.raises(TandemError) as refused:
@@ -295,12 +295,12 @@ def test_cancelling_and_a_full_disk_leave_nothing(source: Path, small_disk: Path
 
 
 def test_a_damaged_clip_is_exported_as_far_as_it_can_be_read(tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged.mp4"
+    damaged_file = tmp_path / "damaged.mp4"
     data = bytearray(make(tmp_path / "whole.mp4", crf=1).read_bytes())
     middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 2
     data[middle : middle + 400] = bytes(400)
-    damaged.write_bytes(data)
-    plan = ExportPlan.of([Clip.read(damaged)], FORMATS["webm"])
+    damaged_file.write_bytes(data)
+    plan = ExportPlan.of([Clip.read(damaged_file)], FORMATS["webm"])
     assert export(plan, tmp_path / "x.webm")
     assert len(frames_of(tmp_path / "x.webm")) >= FRAMES - 2
-    assert Clip.read(damaged).info.rate == Fraction(RATE)
+    assert Clip.read(damaged_file).info.rate == Fraction(RATE)
