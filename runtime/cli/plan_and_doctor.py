@@ -85,6 +85,9 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     frames = f"{plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} fps)"
     if plan.extend is not None:
         frames = f"{frames} after the {plan.extend.frames} of {plan.extend.name}"
+    if plan.looping is not None:
+        way = "without the last one" if plan.looping == "same frame" else "then backwards"
+        frames = f"{frames}, {way} as a loop"
     if plan.interpolation > 1:
         frames = f"{frames}, interpolated to {plan.video_frames} frames at {plan.video_fps} fps"
     return f"{spec.title}: {size}, {frames}, {steps}, {plan.tokens:,} tokens, seed {plan.seed}"

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, Warnings, Words, render
-from runtime.core.plan import ExecutionPlan, plain_output
+from runtime.core.plan import ExecutionPlan, looped, plain_output
 
 Stage = Literal["build", "load", "encode", "denoise", "decode", "interpolate", "upscale", "save"]
 
@@ -265,6 +265,7 @@ class VideoSaved(_Event):
         # The last of several parts is without the frame that it starts from.
         *earlier, _ = self.plan.get("parts") or [None]
         decoded += sum(int(part["frames"]) for part in earlier) - bool(earlier)
+        decoded = looped(decoded, self.plan.get("looping"))
         return decoded * int((self.plan.get("interpolation") or {}).get("factor", 1))
 
     @property

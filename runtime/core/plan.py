@@ -9,7 +9,7 @@ checkpoints, and `ExecutionPlan.to_json` is written into the MP4.
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import field_validator
 
@@ -28,6 +28,8 @@ from runtime.core.tiles import call_size
 PYTORCH = "pytorch"
 BACKEND_TITLES = facts.BACKEND_TITLES
 
+# How a video leads back to its first frame: it ends on it, or is played backwards.
+Looping = Literal["same frame", "backwards"]
 # (latent frames, latent height, latent width)
 LatentSize = tuple[int, int, int]
 # The programs of block engines begin with this.
@@ -254,6 +256,11 @@ def skipped_steps(steps: int, strength: float) -> int:
     return steps - min(int(steps * strength), steps)
 
 
+def looped(frames: int, looping: Looping | None) -> int:
+    """Return how many frames a video of so many has as a loop; see `ExecutionPlan.looping`."""
+    return {None: frames, "same frame": frames - 1, "backwards": max(2 * frames - 2, 1)}[looping]
+
+
 def plain_output(output: Path) -> Path:
     """Return where a video is kept as it was decoded, if it was interpolated or upscaled: NAME.plain.mp4."""
     return output.with_name(f"{output.stem}.plain{output.suffix}")
@@ -270,6 +277,7 @@ class ResolvedRequest(FrozenModel):
         step_cache: the kind of step cache with its strength, or "none".
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
+        loop: whether the video leads back to its first frame, "on" or "off".
         interpolate: how many times as many frames the video has as are decoded; "off" for as many.
         upscale: how many times larger the frames become; "off" for not at all.
         upscaler: the name of what enlarges them; "auto" if nothing does.
@@ -295,6 +303,7 @@ class ResolvedRequest(FrozenModel):
     step_cache: str
     loras: tuple[LoraUse, ...]
     crf: int
+    loop: str = OFF
     interpolate: str = OFF
     upscale: str = OFF
     upscaler: str = AUTO
@@ -431,7 +440,15 @@ class ExecutionPlan(ResolvedRequest):
     @property
     def video_frames(self) -> int:
         """Frames of the video in `output`."""
-        return sum(part.frames for part in self.parts) * self.interpolation
+        return looped(sum(part.frames for part in self.parts), self.looping) * self.interpolation
+
+    @property
+    def looping(self) -> Looping | None:
+        """How the video leads back to its first frame; `None` if it does not."""
+        if self.loop == OFF:
+            return None
+        ends = self.image is not None and self.last_image is not None and self.image.digest == self.last_image.digest
+        return "same frame" if ends and self.extend is None else "backwards"
 
     @property
     def video_fps(self) -> int:
@@ -557,6 +574,7 @@ class ExecutionPlan(ResolvedRequest):
             "images": {field: use.summary() for field, use in self.images.items()},
             "video": None if self.video is None else self.video.summary(),
             "parts": [part.model_dump() for part in self.parts],
+            "looping": self.looping,
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "speed": self.speed.to_json(),

@@ -81,6 +81,8 @@ STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCa
 OFF = "off"
 INTERPOLATIONS: Final = {OFF: "Off", "2": "2 times", "4": "4 times"}
 UPSCALES: Final = {AUTO: "Automatic", OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
+LOOP = "on"
+LOOPS: Final = {OFF: "Off", LOOP: "On"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -502,6 +504,20 @@ class GenerationRequest(FrozenModel):
             unset=OFF,
             docs="interpolate.md",
             choices=INTERPOLATIONS,
+        ),
+    ] = OFF
+    loop: Annotated[
+        str,
+        Choice(
+            label="Loop",
+            help="Make a video that can be repeated without a jump: it ends on its first image where the model takes a "
+            "last image, else it is played backwards after its end.",
+            group="finishing",
+            flag="--loop",
+            metavar=f"{LOOP}|{OFF}",
+            unset=OFF,
+            docs="extend.md#loops",
+            choices=LOOPS,
         ),
     ] = OFF
     upscale: Annotated[

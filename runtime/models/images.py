@@ -22,7 +22,7 @@ from runtime.core.errors import InvalidRequestError, OutputError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.images import ImageUse, InputFile, parse_reference
 from runtime.core.locks import held
-from runtime.core.request import GenerationRequest
+from runtime.core.request import OFF, GenerationRequest
 from runtime.models.catalogue import add_usable, not_downloaded
 from runtime.models.spec import ModelSpec
 from runtime.video.images import check_image, decode_image, read_bytes
@@ -73,6 +73,8 @@ def with_images(
         None if file is None else find_image(file, field, cache_dir, keep=keep, check=check)
         for field, file in (("image", request.image), ("last_image", request.last_image))
     )
+    if request.loop != OFF and last_image is None and spec.image_input is not None and spec.image_input.last != "none":
+        last_image = image
     return replace(spec, image=image, last_image=last_image)
 
 
@@ -155,7 +157,8 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
         raise InvalidRequestError("last_image", "image.model_without_last", model=spec.title)
     if image_input.required and needs_image and first is None:
         raise InvalidRequestError("image", "image.required", model=spec.title)
-    if image_input.last == "required" and first is not None and request.last_image is None:
+    has_last = request.last_image is not None or request.loop != OFF
+    if image_input.last == "required" and first is not None and not has_last:
         raise InvalidRequestError("last_image", "image.last_required", model=spec.title)
 
 

@@ -40,7 +40,7 @@ COMPUTE_FIELDS = (
     "gpus",
 )
 # And those of what is done with the decoded frames.
-FINISHING_FIELDS = ("interpolate", "upscale", "upscaler")
+FINISHING_FIELDS = ("loop", "interpolate", "upscale", "upscaler")
 # What identifies the files of each component of a model: name, size and time of each.
 Stamps = Mapping[str, list[list[Any]]]
 _SLUG_CHARACTERS = 40

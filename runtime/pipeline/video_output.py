@@ -27,6 +27,7 @@ from runtime.execution.decoded_frames import fetched
 from runtime.models.videos import open_picture
 from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.continuation import Continuation
+from runtime.pipeline.loop import Loop
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
 from runtime.planner.upscaling import calls_of
@@ -53,6 +54,7 @@ class VideoOutput:
         extend = context.plan.extend
         self._continuation = None if extend is None else Continuation(extend, context.cancel.check)
         self._joined = False
+        self._loop: Loop | None = None
         # Frames that are too few for a call of the upscaler.
         self._rest: list[np.ndarray] = []
 
@@ -71,6 +73,8 @@ class VideoOutput:
             self._plain: VideoWriter | None = None
             self._interpolator: FrameInterpolator | None = None
             self._upscaler: FrameUpscaler | None = None
+            if plan.looping is not None:
+                self._loop = stack.enter_context(Loop(plan.output, plays_back=plan.looping == "backwards"))
             if plan.keeps_plain:
                 plain = VideoWriter(plain_output(plan.output), *sides, plan.fps, plan.plain_crf)
                 self._plain = stack.enter_context(plain)
@@ -134,6 +138,13 @@ class VideoOutput:
             self._take(frames)
 
     def _take(self, frames: np.ndarray) -> None:
+        if self._loop is not None:
+            frames = self._loop.add(frames)
+        if len(frames):
+            self._finish(frames)
+
+    def _finish(self, frames: np.ndarray) -> None:
+        """Save frames, interpolated and enlarged as far as the plan does that."""
         if self._on_frames is not None:
             self._on_frames(frames)
         if self._plain is None:
@@ -202,6 +213,8 @@ class VideoOutput:
         context, detector = self._context, self._detector
         if detector.fault is not None:
             raise blank_video_error(detector.fault, context.plan)
+        for frames in () if self._loop is None else self._loop.back():
+            self._finish(frames)
         if self._interpolator is not None:
             self._interpolate(self._interpolator.finish())
         if self._upscaler is not None and self._rest:

@@ -281,8 +281,9 @@ class _Placed:
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     for field in ("image", "last_image", "extend", "video"):
-        follows = field == "image" and request.extend is not None  # it is the last frame
-        missing = (getattr(request, field) is None and not follows) != (getattr(spec, field) is None)
+        # An extended video's last frame is the image, and a loop's image is the last one.
+        follows = (field == "image" and request.extend is not None) or (field == "last_image" and request.loop != OFF)
+        missing = not follows and (getattr(request, field) is None) != (getattr(spec, field) is None)
         assert not missing, "a spec without its request's images and video: see `models.requested`"
     if not spec.inputs and not (spec.image_input is not None and spec.image_input.required):
         spec = spec.for_text()
@@ -366,6 +367,7 @@ def _plan(
         last_image=spec.last_image,
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
+        loop=request.loop,
         extend=spec.extend,
         video=spec.video,
         strength=settings.strength,

@@ -26,7 +26,7 @@ from runtime.queue.store import JobStore
 logger = logging.getLogger(__name__)
 
 # What the continuation of a video does not take over from it.
-_OF_FIRST_PART = ("seed", "width", "height", "fps", "image", "last_image", "video", "strength")
+_OF_FIRST_PART = ("seed", "width", "height", "fps", "image", "last_image", "video", "strength", "loop")
 
 
 class JobReplanner:

@@ -537,6 +537,8 @@ def _guidance(request: Mapping[str, Any]) -> str:
 def _finished(saved: VideoSaved) -> list[tuple[str, str]]:
     """Return how the frames were interpolated and enlarged, if they were."""
     request, rows = saved.request, []
+    if saved.plan.get("looping") is not None:
+        rows.append(("Loop", {"same frame": "ends on its first frame"}.get(saved.plan["looping"], "played backwards")))
     if saved.plan.get("interpolation") is not None:
         times = f"{request['interpolate']} times from {request['fps']} fps"
         rows.append(("Interpolated", f"{times} by ffmpeg's minterpolate"))

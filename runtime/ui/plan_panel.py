@@ -14,7 +14,7 @@ from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.facts import Fact, capitalized, short
 from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
-from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, INTERPOLATIONS, OFF, UPSCALES, GenerationRequest
+from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, INTERPOLATIONS, LOOPS, OFF, UPSCALES, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, StepCache
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
 from runtime.core.units import about, counted, latency, memory_size, significant
@@ -384,6 +384,7 @@ def finishing_html(
     if isinstance(chosen, str):
         names.setdefault(chosen, chosen)
     listed = {
+        "loop": [Option(value, title, "") for value, title in LOOPS.items()],
         "interpolate": [Option(value, title, _too_fast(value, plan)) for value, title in rates.items()],
         "upscale": factors,
         "upscaler": [Option(name, title, "") for name, title in names.items()],

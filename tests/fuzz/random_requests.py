@@ -62,6 +62,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "compile": ("auto", st.sampled_from(["auto", "always", "never"]) | JSON),
     "shift": ("auto", st.sampled_from(["auto", 3.0, 0, -1]) | JSON),
     "vae_precision": ("auto", st.sampled_from(["auto", "float32", "bfloat16"]) | JSON),
+    "loop": ("off", st.sampled_from(["off", "on", "yes"]) | JSON),
     "interpolate": ("off", st.sampled_from(["off", "2", 4, "3", ""]) | JSON),
     "upscale": ("auto", st.sampled_from(["auto", "off", "2", 2, "5", "2x", ""]) | JSON),
     "upscaler": ("auto", st.sampled_from(["auto", "none", "../x", "/etc/passwd"]) | JSON),

@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from PIL import Image
 
 from runtime.core.events import (
     Cancelled,
@@ -24,19 +25,23 @@ from runtime.core.events import (
 )
 from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.progress import Progress
-from runtime.core.request import UPSCALER
+from runtime.core.request import UPSCALER, GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.families.dcae.batched import BatchedDecoder
 from runtime.families.esrgan.components import load_upscaler
 from runtime.families.esrgan.upscalers import find_upscaler
+from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.history_file import HistoryFile
+from runtime.pipeline.loop import Loop
 from runtime.planner.interpolation import INTERPOLATOR
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from runtime.video.reader import read_info
 from tests.cli.test_upscale import luma
 from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
+from tests.image_files import taking_images
 from tests.pipeline.killing import killed
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_run import frames_of
@@ -44,6 +49,7 @@ from tests.plans import machine, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 HEIGHT, WIDTH, FRAMES = 32, 64, 9
+CLIP = {"width": WIDTH, "height": HEIGHT, "frames": FRAMES, "steps": 2}
 
 
 class Clip(NamedTuple):
@@ -221,3 +227,35 @@ def test_too_little_memory(lasting: bool, make: Make, monkeypatch: pytest.Monkey
     assert [event.retried for event in retries][-1] != lasting
     if not lasting:
         assert read_info(clip.plan.output).frames == 2 * FRAMES
+
+
+def test_a_loop_is_played_backwards(make: Make) -> None:
+    clip, count = make(loop="on", interpolate=2), 2 * FRAMES - 2
+    decoded: list[np.ndarray] = []
+    saved = clip.run(on_frames=decoded.append)[-1]
+    assert isinstance(saved, VideoSaved)
+    frames = np.concatenate(decoded)
+    assert (len(frames), saved.frames, len(pixels(clip.plan.output))) == (count, 2 * count, 2 * count)
+    for number in range(1, FRAMES):
+        assert (frames[-number] == frames[number]).all()
+    assert len(pixels(clip.plain)) == count
+    assert (frames[0] != frames[FRAMES - 1]).any()
+
+
+def test_a_loop_from_an_image_ends_on_it(tiny: Tiny, tmp_path: Path) -> None:
+    file = tmp_path / "square.png"
+    Image.fromarray(np.arange(HEIGHT * WIDTH * 3, dtype="uint32").reshape(HEIGHT, WIDTH, 3).astype("uint8")).save(file)
+    base = taking_images(tiny("wan2.1"), last="optional")
+    request = GenerationRequest.from_mapping({"prompt": "x", "image": str(file), "loop": "on", **CLIP})
+    spec = with_images(base, request, tmp_path, tmp_path)
+    plan = resolve(request, spec, PlanningContext(machine(), tmp_path / "x.mp4"))
+    assert plan.last_image == plan.image and plan.image is not None
+    assert (plan.looping, plan.video_frames) == ("same frame", FRAMES - 1)
+    again = GenerationRequest.from_mapping(plan.request_json())
+    assert (again.loop, again.last_image) == ("on", plan.image.reference)
+    frames = np.arange(FRAMES * 12, dtype="uint8").reshape(FRAMES, 2, 2, 3)
+    with Loop(plan.output, plays_back=False) as loop:
+        shown = np.concatenate([loop.add(frames[:1]), loop.add(frames[1:4]), loop.add(frames[4:])])
+        assert (shown == frames[:-1]).all() and not [*loop.back()]
+    with Loop(plan.output, plays_back=True) as loop:
+        assert len(loop.add(frames[:1])) == 1 and not [*loop.back()]

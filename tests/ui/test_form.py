@@ -54,6 +54,7 @@ GOOD: dict[str, Any] = {
     "last_image": "",
     "image_fit": "crop",
     "image_position": 50,
+    "loop": "off",
     "interpolate": "off",
     "upscale": "auto",
     "upscaler": "auto",
