@@ -12,8 +12,8 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
-from runtime.core.request import BACKENDS, FIELDS, OFF
-from runtime.core.request_fields import AUTO, Choice, Loras, StepCache, UpscalerName
+from runtime.core.request import BACKENDS, FIELDS, OFF, STRENGTH
+from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
 from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
@@ -35,6 +35,8 @@ FILTERS: Mapping[str, str] = {
 }  # fmt: skip
 # Ages in days of which jobs can be deleted together.
 AGES = (7, 30, 90, 365)
+# Videos of earlier versions have no value for these fields.
+_DEFAULTS_OF_NEWER: Mapping[str, Any] = {"upscaler": AUTO, "strength": STRENGTH}
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48
 _MAX_SEARCH, _MAX_PAGES = 200, 10_000
@@ -451,8 +453,7 @@ def _label(name: str) -> str:
 
 def _value(clip: Clip, name: str) -> str:
     """Return a setting as the form shows it."""
-    # Videos of earlier versions have no value for newer fields.
-    value = clip.request.get(name, AUTO if isinstance(FIELDS.get(name), UpscalerName) else None)
+    value = clip.request.get(name, _DEFAULTS_OF_NEWER.get(name))
     if name == "model":
         return clip.model
     declared = FIELDS.get(name)

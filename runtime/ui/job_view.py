@@ -553,6 +553,7 @@ def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     loras, step_cache = fields.loras_text(request.get("loras")), request.get("step_cache", NONE)
     rows = [("LoRA", line) for line in loras.splitlines()]
     rows += [] if step_cache == NONE else [("Step cache", str(step_cache))]
+    rows += [("Strength", f"{request['strength']:g}")] if request.get("video") else []
     shift = request.get("shift")
     return rows if shift is None else [*rows, ("Shift", f"{shift:g}")]
 

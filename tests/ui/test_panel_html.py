@@ -190,6 +190,7 @@ def test_loras_and_step_caches_are_shown_as_given() -> None:
     ]
     assert differences(clip(), clip(shift=5.0))[0] == [("Shift", "the model's default", "5")]
     assert differences(clip(), clip(loras=[], step_cache="none", shift=None))[0] == []
+    assert differences(clip(), clip(strength=0.6, video=None, upscaler="auto"))[0] == []
     assert differences(clip(), clip(vae_precision="float16"))[0] == [("VAE precision", "Automatic", "float16")]
 
 
