@@ -7,6 +7,7 @@
   const { view, request, raise, goTo } = window.tandem.panels;
   const REST_MS = 120;       // the pointer rests this long before a clip plays
   const TYPING_MS = 200;
+  const MOST_JOINED = 50;    // as the server
   const AHEAD = "800px";     // cards are loaded this far below the window
   const $ = (selector) => document.querySelector(selector);
   const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
@@ -102,9 +103,9 @@
     const both = selected.size === 2 && playable.length === 2;
     set(bar.querySelector("[data-action=compare]"), "aria-disabled", String(!both));
     bar.querySelector("[data-action=compare]").title = both ? "" : "Select two videos to compare them";
-    const several = playable.length > 1 && playable.length === selected.size;
+    const several = playable.length > 1 && playable.length <= MOST_JOINED && playable.length === selected.size;
     set(bar.querySelector("[data-action=join]"), "aria-disabled", String(!several));
-    bar.querySelector("[data-action=join]").title = several ? "In the order in which they were selected" : "Select the videos to join, in their order";
+    bar.querySelector("[data-action=join]").title = several ? "In the order in which they were selected" : `Select 2 to ${MOST_JOINED} videos to join them`;
     for (const name of ["compare", "join", "star-selected", "delete-selected"]) {
       bar.querySelector(`[data-action=${name}]`).hidden = deleted;
     }

@@ -79,7 +79,7 @@ def _path_of(clip: str, loaded: Settings) -> Path:
         StoreError: if there is no such job.
     """
     path = read_path("file", clip, "source.path_unreadable")
-    if path.exists() or not _ID.fullmatch(clip):
+    if not _ID.fullmatch(clip) or path.exists():
         return path
     store = open_store(loaded.cache_dir)
     check_stored(store)

@@ -24,6 +24,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.server.gradio_requests import EXPORT, RefusedError, read_object
 from runtime.server.job_files import find_output
 from runtime.ui.formatting import page_text, paragraph, render
+from runtime.ui.jobs_panel import is_job_id
 from runtime.video.export import MOST_CLIPS, ZIP, Clip, ExportPlan, check_export_target, default_target, export
 from runtime.video.export_formats import FORMATS, Kind, find_format
 from runtime.video.mp4 import video_scratch
@@ -36,6 +37,7 @@ _MOST_AT_ONCE = 2
 _LONGEST_NAME = 40
 # How often a stream reports the progress, and notices that its client has left.
 _REPORT_SECONDS = 0.25
+_MOST_SECONDS = 1e9
 _CHUNK_BYTES = 1 << 18
 _PRIVATE = {"Cache-Control": "private, no-store"}
 
@@ -90,9 +92,7 @@ class _Exports:
         call = read_object(await request.body())
         match call:
             case {"clips": [*ids], "format": str(kind), "start": start, "end": end} if (
-                0 < len(ids) <= MOST_CLIPS
-                and all(isinstance(job_id, str) for job_id in ids)
-                and all(time is None or type(time) in {int, float} for time in (start, end))
+                0 < len(ids) <= MOST_CLIPS and all(map(is_job_id, ids)) and _is_time(start) and _is_time(end)
             ):
                 lines = self._lines(ids, kind, start, end, request.user.display_name)
                 return StreamingResponse(lines, media_type="application/octet-stream", headers=_PRIVATE)
@@ -167,6 +167,12 @@ class _Exports:
 def _clip(path: Path, _changed: int) -> Clip:
     """Return a clip: reading one takes a tenth of a second, and an export needs it again."""
     return Clip.read(path)
+
+
+def _is_time(value: object) -> bool:
+    """Return whether a value can be a time in seconds, or `None`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and -_MOST_SECONDS < value < _MOST_SECONDS)
 
 
 def _line(**values: Any) -> bytes:

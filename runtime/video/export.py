@@ -24,6 +24,7 @@ from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact, shortened
 from runtime.core.files import sync_folder
 from runtime.core.plan import default_crf
+from runtime.core.untrusted_files import open_file
 from runtime.video.export_formats import LAST_FRAME, MP4, ExportFormat
 from runtime.video.image_metadata import add_metadata
 from runtime.video.mp4 import (
@@ -48,6 +49,8 @@ _THREADS = "2"
 # Of frames.
 ZIP = ".zip"
 _FRAMES, _FRAME = "frames", "frame-%05d.png"
+# A list of MP4 files, each of which is checked to be one.
+_ONLY_MP4S = ("-protocol_whitelist", "file", "-format_whitelist", "concat,mov")
 _SRGB = "setparams=color_primaries=bt709:color_trc=iec61966-2-1"
 # An encoder that ends all frames at once.
 _WITHOUT_PROGRESS = "libwebp_anim"
@@ -79,12 +82,12 @@ class Clip:
     metadata: Mapping[str, Any]
 
     @classmethod
-    def read(cls, path: Path, field: str = "file") -> "Clip":
+    def read(cls, path: Path) -> "Clip":
         """Return a whole video.
 
         Raises: see `reader.read_info`.
         """
-        info = read_info(path, field)
+        info = read_info(path)
         frames, configuration = read_packets(info)
         try:
             metadata = read_metadata(path)
@@ -198,6 +201,7 @@ class ExportPlan:
             and all(clip.is_whole and (clip.info.codec, clip.info.pixels) == ("h264", kind.pixels) for clip in clips)
             # Streams of sound may differ in more than their codec.
             and not (len(clips) > 1 and any(clip.info.sound for clip in clips))
+            and all(_is_mp4(clip.info.path) for clip in clips)
         )
         frames = kind.frames(sum(clip.count for clip in clips), info.rate)
         pixels = out_width * out_height * frames
@@ -227,6 +231,11 @@ class ExportPlan:
                 for clip in self.clips
             ]
         return {"tandem": {**self.clips[0].metadata, "export": export}}
+
+
+def _is_mp4(path: Path) -> bool:
+    with open_file(path) as file:
+        return file.read(8)[4:] == b"ftyp"
 
 
 def _json_bytes(metadata: Mapping[str, Any]) -> int:
@@ -269,7 +278,7 @@ def check_export_target(plan: ExportPlan, path: Path) -> None:
     suffix, actual = plan.format.suffix, path.suffix.lower()
     if actual != suffix and not (not suffix and actual == ZIP):
         raise OutputError("export.suffix", file=path, format=plan.format.name, suffix=suffix or ZIP)
-    if not suffix and not actual and path.exists():
+    if not suffix and not actual and os.path.lexists(path):
         raise OutputError("export.folder_exists", folder=path)
     check_writable(path)
     for clip in plan.clips:
@@ -296,11 +305,11 @@ def export(plan: ExportPlan, output: Path, report: Report = no_report, check: Ca
         MachineError: if there is no ffmpeg.
     """
     with video_scratch(output) as folder:
-        job = _Job(plan, folder, output, report, check)
+        writer = _Writer(plan, folder, output, report, check)
         try:
-            log = job.copy() if plan.copies else None
-            log = job.encode() if log is None else log
-            result = job.pack()
+            log = writer.copy() if plan.copies else None
+            log = writer.encode() if log is None else log
+            result = writer.pack()
             if result.is_file():
                 with result.open("r+b") as file:
                     os.fsync(file.fileno())
@@ -312,7 +321,7 @@ def export(plan: ExportPlan, output: Path, report: Report = no_report, check: Ca
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Writer:
     """The files of an export in a scratch folder, and ffmpeg's commands, which run there."""
 
     plan: ExportPlan
@@ -334,9 +343,7 @@ class _Job:
             paths = (str(clip.info.path.absolute()).replace("'", "'\\''") for clip in clips)
             text = "".join(f"file '{path}'\n" for path in paths)
             (self.folder / "clips.txt").write_text(text, encoding="utf-8")
-            whitelist = inputs[: inputs.index("-i")]
-            whitelist[-1] += ",concat"
-            inputs = [*whitelist, "-f", "concat", "-safe", "0", "-i", "clips.txt"]
+            inputs = [*_ONLY_MP4S, "-f", "concat", "-safe", "0", "-i", "clips.txt"]
         maps = [*self._tags(1), "-map", "0:V:0", "-map", "0:a?", "-c", "copy", "-movflags", "+faststart"]
         log = self._run([*inputs, *self._tags_input(), *maps, self.file])
         frames, _ = read_packets(read_info(self.folder / self.file))

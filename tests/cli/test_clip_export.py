@@ -98,6 +98,8 @@ def test_bad_input_is_refused_in_two_lines(
         ([gone], "source.unreadable", {}),
         ([str(tmp_path / "none.mp4")], "source.unreadable", {}),
         ([str(tmp_path)], "source.not_a_file", {}),
+        (["a" * 300], "source.unreadable", {}),
+        ([video, "--format", "png", "--out", str(tmp_path / ("a" * 300))], "video.not_writable", {}),
         ([str(tmp_path / "empty.mp4")], "source.empty", {}),
         ([str(tmp_path / "text.mp4")], "source.no_video", {}),
         (["a\nb"], "source.path_unreadable", {}),
