@@ -16,7 +16,7 @@
   };
   const duration = (seconds) => seconds < 1 ? "less than a second" : `about ${Math.round(seconds)} s`;
 
-  let opener = null, stopping = null;
+  let opener = null, stopping = null, isInViewer = false;
   const close = (focus = true) => {
     stopping?.abort();
     if (!form()) return;
@@ -29,6 +29,7 @@
     close(isOpen);
     if (isOpen) return;
     opener = button;
+    isInViewer = Boolean(button.closest("#lightbox"));
     const answer = await fetch(`tandem/export/${ids.join("-")}`, { cache: "no-store" }).catch(() => null);
     if (!answer?.ok) {
       tandem.panels.notify(await tandem.refusal(answer) || "Tandem did not answer. Try again.", { error: true });
@@ -165,5 +166,6 @@
     event.preventDefault();
     if (stopping) stopping.abort(); else close();
   });
-  document.addEventListener("close", ({ target }) => { if (form() && target.contains(form())) close(false); }, true);
+  // The viewer is empty by then.
+  document.addEventListener("close", ({ target }) => { if (target.id === "lightbox" && isInViewer) stopping?.abort(); }, true);
 })();

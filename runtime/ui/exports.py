@@ -169,10 +169,9 @@ def _clip(path: Path, _changed: int) -> Clip:
     return Clip.read(path)
 
 
-def _is_time(value: object) -> bool:
+def _is_time(value: Any) -> bool:
     """Return whether a value can be a time in seconds, or `None`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value is None or (is_number and -_MOST_SECONDS < value < _MOST_SECONDS)
+    return value is None or (type(value) in {int, float} and bool(abs(value) < _MOST_SECONDS))
 
 
 def _line(**values: Any) -> bytes:
