@@ -20,7 +20,7 @@ from starlette.types import Message
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import cut, shortened
 from runtime.core.loras import Lora
-from runtime.core.request import FIELDS, MAX_SIDE, GenerationRequest
+from runtime.core.request import FIELDS, MAX_SIDE, OFF, GenerationRequest
 from runtime.core.request_fields import SIZE_PATTERN, Number, Prompt, read_size
 from runtime.core.untrusted_files import DuplicateNameError, parse_json
 from runtime.server.api_errors import refused
@@ -88,7 +88,8 @@ def json_schema(reference: str) -> dict[str, Any]:
     extra = {
         "size": {
             "title": "Size",
-            "description": "Width and height in pixels; replaces the fields width and height.",
+            "description": "Width and height of the video in pixels; replaces the fields width and height, and unless "
+            "upscale is given, the video is not upscaled.",
             "anyOf": [{"type": "string", "pattern": SIZE_PATTERN}],
             "examples": ["832x480"],
         },
@@ -228,6 +229,8 @@ def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> Generati
         if conflict is not None:
             raise InvalidRequestError("size", "server.api_excludes", name="size", other=conflict)
         fields["width"], fields["height"] = _size(values["size"])
+        # Programs that name a size get it, also of a model whose videos are usually upscaled.
+        fields.setdefault("upscale", OFF)
     for name in FILE_FIELDS:
         if fields.get(name) is not None:
             raise _no_file(name)
