@@ -18,7 +18,7 @@ import psutil
 
 from tests.app_server import ROOT, environment, free_port
 
-JOB = {"prompt": "a red boat at sunset", "steps": 6, "frames": 9}
+JOB = {"prompt": "a red boat at sunset", "steps": 6, "frames": 9, "upscale": "off"}
 
 
 class Machines:

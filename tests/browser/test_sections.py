@@ -101,7 +101,8 @@ def test_the_form_follows_the_family(open_page: OpenPage, able: Server) -> None:
         select_model(page, title)
         page.wait_for_selector(f"[data-chip=model]:text-is('{title}')")
         tick(page, "#length input[value=custom]")
-        page.wait_for_selector("[data-chip=images]", state="visible" if title in IMAGE_MODELS else "hidden")
+        takes_files = title in {*IMAGE_MODELS, "Tiny"}  # images, or a video
+        page.wait_for_selector("[data-chip=images]", state="visible" if takes_files else "hidden")
         for opener, fields in FIELDS.items():
             if opener == "length" or (opener == "images" and title in IMAGE_MODELS):
                 open_chip(page, opener)

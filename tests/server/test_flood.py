@@ -5,9 +5,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import httpx
 import psutil
@@ -17,6 +17,8 @@ from gradio_client import Client
 from tests.app_server import Server, make_cache, serving
 from tests.fuzz.raw_http import send
 from tests.sharing_app import link_of
+
+Result = TypeVar("Result")
 
 if sys.platform == "win32":
     pytest.skip("Windows has no limit of open files", allow_module_level=True)
@@ -135,22 +137,25 @@ def test_a_flood_leaves_the_owners_page_and_job_alone(server: Server) -> None:
 
 # On a busy machine a connection is old, and closed for a newer one, before the client has logged in, or is answered
 # after more than the client's five seconds.
-_LOGINS = 10
+_ATTEMPTS = 10
 
 
-def log_in(url: str, user: str, password: str) -> Any:
-    """Return a client. Before the login, its connections are like the flood's: one may be closed for a newer one."""
-    for _ in range(_LOGINS):
+def again(call: Callable[[], Result]) -> Result:
+    """Return what a call returns that is made again if its connection is closed.
+
+    Until its cookie is read, a connection is like those of the flood: it may be closed for a newer one.
+    """
+    for _ in range(_ATTEMPTS):
         with contextlib.suppress(httpx.RemoteProtocolError, httpx.TimeoutException):
-            return Client(url, auth=(user, password), verbose=False)
-    raise AssertionError(f"{_LOGINS} logins were closed or not answered")
+            return call()
+    raise AssertionError(f"{_ATTEMPTS} connections were closed or not answered")
 
 
 def test_visitors_can_log_in_during_a_flood(server: Server) -> None:
     port, user, password = link_of(server.cache_dir)
     with flooded(server):
-        visitor = log_in(f"http://127.0.0.1:{port}/", user, password)
-        final = visitor.predict("a red boat", steps=1, frames=1, api_name="/generate")
+        visitor = again(lambda: Client(f"http://127.0.0.1:{port}/", auth=(user, password), verbose=False))
+        final = again(lambda: visitor.predict("a red boat", steps=1, frames=1, api_name="/generate"))
         assert final["event"] == "VideoSaved"
         visitor.close()
 
