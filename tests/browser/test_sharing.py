@@ -13,7 +13,7 @@ from tests.sharing_app import HOST, link_of
 
 pytestmark = pytest.mark.browser
 
-FLAGS = ("--share", "--share-frames", "9", "--share-size", "192x192", "--share-steps", "400", "--share-queue", "1")
+FLAGS = ("--share", "--share-frames", "9", "--share-size", "192x192", "--share-steps", "999", "--share-queue", "1")
 
 Visit = Callable[..., Any]
 
@@ -55,7 +55,7 @@ def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
 
 def ask(page: Any, prompt: str, *, long: bool = False) -> None:
     """Ask for a video, and wait until the page shows it."""
-    fill_form(page, prompt, long=long, steps=400)
+    fill_form(page, prompt, long=long, steps=999)
     start(page)
 
 
@@ -93,7 +93,7 @@ def test_without_the_password_only_the_login_is_shown(visit: Visit, shared: Serv
 def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit) -> None:
     page = visit()
     text = page.inner_text("#limits")
-    for word in ("visitor", "At most 9 frames, 192×192 and 400 steps", "one video at a time, 20 an hour"):
+    for word in ("visitor", "At most 9 frames, 192×192 and 999 steps", "one video at a time, 20 an hour"):
         assert word in text
     for absent in ("#tab-engines", "#presets", "#sharing", "#plan-summary", "#get-models", "[data-action]"):
         assert page.query_selector(absent) is None, absent
