@@ -20,7 +20,7 @@ from tools.diorama.checkpoint import has_weights, load_weights
 LOG = logging.getLogger(__name__)
 DEFAULTS = {
     "width": 192, "height": 112, "frames": 33, "fps": 16, "steps": 8, "guidance_scale": 1.0,
-    "guidance_scale_2": 1.0, "negative_prompt": "",
+    "guidance_scale_2": 1.0, "negative_prompt": "", "upscale": "4",
 }  # fmt: skip
 SIZES = [[192, 112], [112, 192], [128, 128], [160, 96]]
 FRAME_COUNTS = [17, 33, 49]
