@@ -20,16 +20,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import imageio_ffmpeg
-import numpy as np
 from typing_extensions import Self
 
 from runtime.core.cancel import never
 from runtime.core.errors import MachineError, OutputError
 from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
+
+if TYPE_CHECKING:  # commands that read metadata need no frames
+    import numpy as np
 
 _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
@@ -142,7 +144,7 @@ class FrameProcess:
             self._feeder.join(0.05)
         self._log_reader.join()
 
-    def write(self, frames: np.ndarray) -> None:
+    def write(self, frames: "np.ndarray") -> None:
         """Queue frames, (n, height, width, 3) uint8; waits while the queue is full.
 
         Raises:
@@ -283,7 +285,7 @@ class VideoWriter:
         """Stop ffmpeg if it is still running and remove everything but the finished video."""
         self._exit.close()
 
-    def write(self, frames: np.ndarray) -> None:
+    def write(self, frames: "np.ndarray") -> None:
         """See `FrameEncoder.write`."""
         self._encoder.write(frames)
 

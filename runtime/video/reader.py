@@ -14,15 +14,17 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import psutil
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.untrusted_files import NotRegularFileError, open_file
 from runtime.video.mp4 import find_ffmpeg
+
+if TYPE_CHECKING:  # planning reads no frames, and importing it takes a tenth of a second
+    import numpy as np
 
 Result = TypeVar("Result")
 
@@ -366,7 +368,7 @@ def read_video(
     most: int | None = None,
     field: str = "file",
     check: Callable[[], None] = never,
-) -> Generator[np.ndarray, None, str]:
+) -> "Generator[np.ndarray, None, str]":
     """Yield the frames of a video, at most `count` at a time: (n, height, width, 3) uint8.
 
     Args:
@@ -381,6 +383,8 @@ def read_video(
         InvalidRequestError: if no frame can be read, or it takes too much time or memory.
         MachineError: if there is no ffmpeg.
     """
+    import numpy as np
+
     if rate is None:
         options = ["-vf", square_filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
     else:
