@@ -440,7 +440,12 @@ class ExecutionPlan(ResolvedRequest):
     @property
     def video_frames(self) -> int:
         """Frames of the video in `output`."""
-        return looped(sum(part.frames for part in self.parts), self.looping) * self.interpolation
+        return self.plain_frames * self.interpolation
+
+    @property
+    def plain_frames(self) -> int:
+        """Frames of the video before it is interpolated: of all its parts, and as a loop."""
+        return looped(sum(part.frames for part in self.parts), self.looping)
 
     @property
     def looping(self) -> Looping | None:

@@ -157,7 +157,7 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     if context.plan.interpolation > 1:
         seconds = timings["interpolate"]
         interpolation = Interpolation.of(context.plan)
-        history.add([interpolation.run(context.plan.frames, seconds, history.machine, loaded=loaded)])
+        history.add([interpolation.run(context.plan.plain_frames, seconds, history.machine, loaded=loaded)])
     if context.plan.upscaling is not None:
         seconds = timings["upscale"]
         history.add([run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])

@@ -141,9 +141,9 @@ class VideoOutput:
         if self._loop is not None:
             frames = self._loop.add(frames)
         if len(frames):
-            self._finish(frames)
+            self._process(frames)
 
-    def _finish(self, frames: np.ndarray) -> None:
+    def _process(self, frames: np.ndarray) -> None:
         """Save frames, interpolated and enlarged as far as the plan does that."""
         if self._on_frames is not None:
             self._on_frames(frames)
@@ -214,7 +214,7 @@ class VideoOutput:
         if detector.fault is not None:
             raise blank_video_error(detector.fault, context.plan)
         for frames in () if self._loop is None else self._loop.back():
-            self._finish(frames)
+            self._process(frames)
         if self._interpolator is not None:
             self._interpolate(self._interpolator.finish())
         if self._upscaler is not None and self._rest:

@@ -93,7 +93,7 @@ def with_interpolation(plan: ExecutionPlan, machine: Machine, history: History) 
         return plan
     plan = plan.replace(interpolate=plan.request.interpolate)
     check_rate(plan.fps, plan.interpolation, "interpolate", ["interpolate", OFF])
-    seconds = Interpolation.of(plan).seconds(plan.frames, machine, history)
+    seconds = Interpolation.of(plan).seconds(plan.plain_frames, machine, history)
     return plan.replace(
         seconds={**plan.seconds, "interpolate": seconds, "total": plan.seconds["total"] + seconds},
         strategies=tuple(entry.replace(seconds=entry.seconds + seconds) for entry in plan.strategies),

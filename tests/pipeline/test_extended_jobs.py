@@ -19,6 +19,7 @@ from runtime.models.images import open_image
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.continuation import color_table
+from runtime.planner.interpolation import Interpolation
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import VideoWriter, read_metadata
 from tests.pipeline.killing import killed
@@ -100,6 +101,7 @@ def test_the_result_has_both_parts(tiny: Tiny, first: Path) -> None:
 
 def test_both_parts_are_finished(tiny: Tiny, first: Path) -> None:
     plan, spec = planned(tiny("wan2.2-ti2v-5b"), first, interpolate=2)
+    assert plan.seconds["interpolate"] == Interpolation.of(plan).seconds(FIRST + NEW - 1, machine(), ())
     events = made(plan, spec)
     saved, count = events[-1], 2 * (FIRST + NEW - 1)
     assert isinstance(saved, VideoSaved)
