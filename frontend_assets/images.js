@@ -1,4 +1,4 @@
-// The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to make anew. The form has
+// The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to change. The form has
 // their names; the places show what the model will see of them. Dropped files of other kinds are for restore.js.
 (() => {
   "use strict";

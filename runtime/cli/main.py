@@ -93,6 +93,11 @@ EngineIds = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 OptionalText = str | None
+# Of commands that make a video of a file.
+VideoOut = Annotated[OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")]
+VideoCrf = Annotated[
+    int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -332,12 +337,8 @@ def upscale(
             metavar="NAME|FILE", help="One of `models list`, or a .safetensors file. [default: realesr-animevideov3]"
         ),
     ] = None,
-    out: Annotated[
-        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")
-    ] = None,
-    crf: Annotated[
-        int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
-    ] = None,
+    out: VideoOut = None,
+    crf: VideoCrf = None,
     backend: Annotated[
         str, typer.Option(metavar="BACKEND", help="What runs the upscaler; a missing engine is built.")
     ] = "auto",
@@ -353,12 +354,8 @@ def interpolate(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A video: MP4, MKV, WebM, GIF or another.")],
     factor: Annotated[int, typer.Option(metavar="2|4", help="How many times as many frames.")] = 2,
     slow: Annotated[bool, typer.Option("--slow", help="Keep the frame rate: slow motion, without sound.")] = False,
-    out: Annotated[
-        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")
-    ] = None,
-    crf: Annotated[
-        int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
-    ] = None,
+    out: VideoOut = None,
+    crf: VideoCrf = None,
 ) -> Outcome:
     """Make a video smoother, with its sound, or slower."""
     from runtime.cli import interpolate as command

@@ -285,7 +285,7 @@ class ResolvedRequest(FrozenModel):
         image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
         extend: the video that this one continues; `image` is its last frame then.
         video: what the video is made from, beside the prompt.
-        strength: how much of it is made anew, above 0 and up to 1.
+        strength: how much of it changes, above 0 and up to 1.
     """
 
     prompt: str

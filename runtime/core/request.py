@@ -97,7 +97,7 @@ MAX_GUIDANCE = 100.0
 MAX_GPUS = 16
 # Outside these, with the most steps, neighbouring timesteps of diffusers' schedulers become equal.
 MIN_SHIFT, MAX_SHIFT = 0.1, 100.0
-# How much of a video is made anew by default, and the least that may be.
+# How much of a video changes by default, and the least that may be requested.
 STRENGTH, LEAST_STRENGTH = 0.6, 0.01
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
@@ -563,8 +563,8 @@ class GenerationRequest(FrozenModel):
         str | None,
         VideoFile(
             label="Video",
-            help="Make this video anew as the prompt says: its layout and motion stay, as far as the strength lets "
-            "them. Only some models can.",
+            help="Change this video as the prompt says. The lower the strength, the more of its layout and motion "
+            "stays. Only some models can.",
             group="image",
             flag="--video",
             metavar="FILE",
@@ -576,8 +576,8 @@ class GenerationRequest(FrozenModel):
         float | Auto,
         Number(
             label="Strength",
-            help="How much of the video is made anew: a low strength keeps its layout and colors, 1 keeps almost "
-            "nothing. That share of the steps runs.",
+            help="How much of the video changes: a low strength keeps its layout and colors, 1 keeps almost nothing. "
+            "That share of the steps runs.",
             group="image",
             flag="--strength",
             unset=f"{STRENGTH:g}",

@@ -14,21 +14,21 @@ from PIL import Image
 from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.core.cancel import never
-from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.errors import InvalidRequestError
 from runtime.core.images import ClipPart, ImageUse, VideoUse
 from runtime.core.plan import plain_output
 from runtime.core.request import MAX_FRAMES, MAX_PROMPT_CHARACTERS, GenerationRequest
-from runtime.models.images import image_models, keep_image
+from runtime.models.images import image_models, keep_image, remember
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, open_video
-from runtime.video.mp4 import read_metadata
+from runtime.video.mp4 import find_metadata
 from runtime.video.reader import read_video
 
 FIELD = "extend"
 _PARTS = TypeAdapter(Annotated[tuple[ClipPart, ...], Field(min_length=1, max_length=MAX_FRAMES)])
 # The files of last frames, by the video's digest: a form asks for a plan with each change.
 _LAST_FRAMES: dict[str, bytes] = {}
-_MOST_ENTRIES = 16
+_MOST_FRAMES = 16
 
 
 def with_extended(
@@ -58,16 +58,15 @@ def with_extended(
     if spec.image_input is None:
         able = [model.name for model in image_models(weights_dir)]
         raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
-    use, image = continued(request, cache_dir, keep=keep, check=check)
+    use, image = continued(request.extend, cache_dir, keep=keep, check=check)
     return replace(spec, extend=use, image=image)
 
 
 def continued(
-    request: GenerationRequest, cache_dir: Path | None, *, keep: bool = True, check: Callable[[], None] = never
+    file: str, cache_dir: Path | None, *, keep: bool = True, check: Callable[[], None] = never
 ) -> tuple[VideoUse, ImageUse]:
-    """Return the video that a request continues, checked, and its last frame; see `with_extended`."""
-    assert request.extend is not None
-    use = find_video(request.extend, cache_dir, None, MAX_FRAMES, field=FIELD, keep=keep, check=check)
+    """Return a video that a request continues, checked, and its last frame; see `with_extended`."""
+    use = find_video(file, cache_dir, None, MAX_FRAMES, field=FIELD, keep=keep, check=check)
     if use.frames >= MAX_FRAMES:
         raise InvalidRequestError(FIELD, "source.too_many_frames", file=use.name, most=MAX_FRAMES)
     metadata = _metadata_of(use)
@@ -78,10 +77,7 @@ def continued(
 
 def _metadata_of(use: VideoUse) -> dict[str, Any]:
     """Return what Tandem wrote into a video about its request and plan; empty for other videos."""
-    try:
-        metadata = read_metadata(use.path)
-    except OutputError:
-        return {}
+    metadata = find_metadata(use.path)
     return {name: value for name, value in metadata.items() if name in {"request", "plan"} and isinstance(value, dict)}
 
 
@@ -116,9 +112,7 @@ def _last_frame(use: VideoUse, cache_dir: Path | None, check: Callable[[], None]
         frames = deque(read_video(info, 1, rate=Fraction(use.fps), most=use.frames, field=FIELD, check=check), 1)
         file = BytesIO()
         Image.fromarray(frames[0][0]).save(file, "PNG", compress_level=1)
-        if len(_LAST_FRAMES) >= _MOST_ENTRIES:
-            _LAST_FRAMES.clear()
-        _LAST_FRAMES[use.digest] = file.getvalue()
+        remember(_LAST_FRAMES, use.digest, file.getvalue(), _MOST_FRAMES)
     data, name = _LAST_FRAMES[use.digest], f"{Path(use.name).stem} (last frame).png"
     if cache_dir is not None:
         return keep_image(data, name, FIELD, cache_dir, check=check)

@@ -10,10 +10,11 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from stat import S_ISREG
+from typing import TypeVar
 
 from PIL import Image
 
@@ -27,6 +28,9 @@ from runtime.models.catalogue import add_usable, not_downloaded
 from runtime.models.spec import ModelSpec
 from runtime.video.images import check_image, decode_image, read_bytes
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
 # Videos are there too, see `models.videos`.
 _FOLDER = "images"
 # Held while a copy is written, found or removed.
@@ -37,7 +41,7 @@ KEPT_SECONDS = 24 * 3600.0
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Sizes of images that were decoded without an error, by digest: a form asks for a plan with each change.
 _DECODED: dict[str, tuple[int, int]] = {}
-_MOST_DECODED = 256
+_MOST_ENTRIES = 256
 
 
 def images_dir(cache_dir: Path) -> Path:
@@ -93,14 +97,27 @@ def find_image(
         if data is None:
             raise InvalidRequestError(field, "image.copy_missing", file=name)
     else:
-        path = Path(file)
-        with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
-            path = path.expanduser()
-        path = path.absolute()
-        # Backslashes separate folders in names of other systems.
-        name, data = path.name.replace("\\", "_"), read_bytes(path, field)
+        path, name = named_file(file)
+        data = read_bytes(path, field)
     use = _checked(data, name, field, path, check)
     return use.replace(path=_kept(path, data, use.digest, cache_dir)) if keep and cache_dir is not None else use
+
+
+def named_file(file: str) -> tuple[Path, str]:
+    """Return the path of a file that a request names, and its name for people."""
+    path = Path(file)
+    with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
+        path = path.expanduser()
+    path = path.absolute()
+    # Backslashes separate folders in names of other systems.
+    return path, path.name.replace("\\", "_")
+
+
+def remember(entries: dict[Key, Value], key: Key, value: Value, most: int = _MOST_ENTRIES) -> None:
+    """Add an entry to what was read of files, at most `most`: a form asks for a plan with each change."""
+    if len(entries) >= most:
+        entries.clear()
+    entries[key] = value
 
 
 def keep_image(data: bytes, name: str, field: str, cache_dir: Path, *, check: Callable[[], None] = never) -> ImageUse:
@@ -177,10 +194,7 @@ def all_models(weights_dir: Path) -> list[ModelSpec]:
 
 def _decoded_size(data: bytes, digest: str, name: str, field: str, check: Callable[[], None]) -> tuple[int, int]:
     if digest not in _DECODED:
-        size = check_image(data, name, field, check)
-        if len(_DECODED) >= _MOST_DECODED:
-            _DECODED.clear()
-        _DECODED[digest] = size
+        remember(_DECODED, digest, check_image(data, name, field, check))
     return _DECODED[digest]
 
 

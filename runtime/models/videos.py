@@ -8,11 +8,11 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from stat import S_ISREG
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from PIL import Image
 
@@ -24,12 +24,9 @@ from runtime.core.images import InputFile, VideoUse, parse_reference
 from runtime.core.locks import held
 from runtime.core.request import AUTO, MAX_FPS, GenerationRequest
 from runtime.core.untrusted_files import open_file
-from runtime.models.images import DISK_FULL, LOCK, all_models, images_dir, open_image
+from runtime.models.images import DISK_FULL, LOCK, all_models, images_dir, named_file, open_image, remember
 from runtime.models.spec import ModelSpec
 from runtime.video.reader import VideoInfo, count_frames, read_info, read_video
-
-Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value")
 
 FIELD = "video"
 MAX_FILE_BYTES = 1 << 30
@@ -38,8 +35,6 @@ _TOUCHED_SECONDS = 3600.0
 _PART_BYTES = 1 << 20
 # Refusals that name the whole path.
 _OF_PATHS = frozenset({"source.unreadable", "source.not_a_file"})
-# The most entries of each of the dictionaries below.
-_MOST_ENTRIES = 256
 
 
 class _Stamp(NamedTuple):
@@ -125,12 +120,7 @@ def find_video(
     """
     reference = parse_reference(file)
     if reference is None:
-        path = Path(file)
-        with contextlib.suppress(RuntimeError):  # the home folder of an unknown user
-            path = path.expanduser()
-        path = path.absolute()
-        # Backslashes separate folders in names of other systems.
-        name = path.name.replace("\\", "_")
+        path, name = named_file(file)
     else:
         path, name = images_dir(cache_dir or Path()) / reference.digest, reference.name
         if cache_dir is None or not path.is_file() or _digest(path, name, field, check) != reference.digest:
@@ -224,7 +214,7 @@ def _count(path: Path, name: str, field: str, fps: int | None, most: int, check:
         info = read_info(path, field, check)
         rate = min(max(round(info.rate), 1), MAX_FPS) if fps is None else fps
         counted = _Counted(info, rate, count_frames(info, Fraction(rate), most, field, check), most)
-        _remember(_COUNTED, (_digest(path, name, field, check), fps), counted)
+        remember(_COUNTED, (_digest(path, name, field, check), fps), counted)
     return counted
 
 
@@ -237,7 +227,7 @@ def _digest(path: Path, name: str, field: str, check: Callable[[], None]) -> str
             digest = sha256(path, check)
         except OSError as error:
             raise _unreadable(path, field, error) from error
-        _remember(_DIGESTS, stamp, digest)
+        remember(_DIGESTS, stamp, digest)
     return digest
 
 
@@ -262,13 +252,6 @@ def _unreadable(path: Path, field: str, error: Exception) -> InvalidRequestError
     )
 
 
-def _remember(entries: dict[Key, Value], key: Key, value: Value) -> None:
-    """Add an entry to a dictionary that several threads read."""
-    if len(entries) >= _MOST_ENTRIES:
-        entries.clear()
-    entries[key] = value
-
-
 def _kept(path: Path, name: str, field: str, digest: str, cache_dir: Path, check: Callable[[], None]) -> Path:
     """Copy a video to the cache, or find its copy; return its path, or `path` if nothing can be written there."""
     folder = images_dir(cache_dir)
@@ -281,7 +264,7 @@ def _kept(path: Path, name: str, field: str, digest: str, cache_dir: Path, check
             elif time.time() - copy.stat().st_mtime > _TOUCHED_SECONDS:
                 # It is new again, so that `images.remove_unused` does not take it for one that is no longer used.
                 os.utime(copy)
-                _remember(_DIGESTS, _stamp(copy, name, field), digest)
+                remember(_DIGESTS, _stamp(copy, name, field), digest)
     except OSError as error:
         if error.errno in DISK_FULL:
             raise OutputError("source.disk_full", folder=folder) from error

@@ -32,37 +32,40 @@ class Continuation:
 
     def __init__(self, use: VideoUse, check: Callable[[], None]) -> None:
         self._use, self._check = use, check
-        self._last: np.ndarray | None = None
         self._table: np.ndarray | None = None
 
-    def frames(self) -> Iterator[np.ndarray]:
-        """Yield the frames of the video, a few at a time: (n, height, width, 3) uint8.
+    def join(self, frames: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield new frames with the colors of the video; before the first ones, all frames of the video.
+
+        The first new frame, which is the last one of the video, is left out.
+
+        Args:
+            frames: the next ones, (n, height, width, 3) uint8.
 
         Raises:
-            InvalidRequestError: if its file is gone or has changed, or it has fewer frames than planned.
+            InvalidRequestError: if the video's file is gone or has changed, or it has fewer frames than planned.
             MachineError: if there is no ffmpeg.
         """
+        if self._table is None:
+            last = frames[:0]
+            for earlier in self._earlier():
+                yield earlier
+                last = earlier[-1:]
+            self._table = color_table(frames[0], last[0])
+            frames = frames[1:]
+        if len(frames):
+            colors = range(frames.shape[-1])
+            yield np.stack([self._table[color][frames[..., color]] for color in colors], axis=-1)
+
+    def _earlier(self) -> Iterator[np.ndarray]:
         use, count = self._use, 0
         info = open_video(use, self._check, FIELD)
         reading = read_video(info, _AT_ONCE, rate=Fraction(use.fps), most=use.frames, field=FIELD, check=self._check)
         for frames in reading:
             count += len(frames)
-            self._last = frames[-1]
             yield frames
         if count < use.frames:
             raise InvalidRequestError(FIELD, "source.shorter", file=use.name, frames=count, planned=use.frames)
-
-    def matched(self, frames: np.ndarray) -> np.ndarray:
-        """Return new frames with the colors of the video, without the first one of all, which is its last frame.
-
-        Args:
-            frames: (n, height, width, 3) uint8, in order.
-        """
-        assert self._last is not None, "the frames of the video come first"
-        if self._table is None:
-            self._table = color_table(frames[0], self._last)
-            frames = frames[1:]
-        return np.stack([self._table[channel][frames[..., channel]] for channel in range(frames.shape[-1])], axis=-1)
 
 
 def color_table(frame: np.ndarray, target: np.ndarray) -> np.ndarray:

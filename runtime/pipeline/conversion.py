@@ -2,22 +2,23 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from runtime import __version__
 from runtime.core.cancel import Cancel
-from runtime.core.errors import OutputError
-from runtime.core.events import Event, FramesDecoded, Stage, StageStarted
+from runtime.core.events import Event, FramesDecoded, Stage, StageStarted, Warned
 from runtime.core.facts import Fact
 from runtime.execution.decoded_frames import fetched
-from runtime.video.mp4 import Sound, VideoWriter, read_metadata
+from runtime.video.mp4 import Sound, VideoWriter, find_metadata
+from runtime.video.reader import VideoInfo, read_video
 
 
 class ConversionPlan(Protocol):
@@ -93,12 +94,16 @@ class Converted:
 Result = TypeVar("Result", bound=Converted)
 
 
+def read_source(info: VideoInfo, count: int, emit: Callable[[Event], None]) -> Iterator[np.ndarray]:
+    """Yield the frames of a video file as `read_video` does; at its end, report whether it is damaged."""
+    line = yield from read_video(info, count)
+    if line:
+        emit(Warned(fact=Fact("source.damaged", {"file": info.path.name, "line": line})))
+
+
 def described(done: Converted, source: Path, key: str) -> tuple[str, dict[str, Any]]:
     """Return title and metadata of a video: those of a source that Tandem made, and under `key` how it was made."""
-    try:
-        before = read_metadata(source)
-    except OutputError:
-        before = {}
+    before = find_metadata(source)
     prompt = before.get("request", {}).get("prompt") if isinstance(before.get("request"), dict) else None
     return str(prompt or source.name), {"tandem": {**before, key: done.metadata()}}
 

@@ -1,7 +1,7 @@
 """Interpolates the frames of a video file and writes an MP4 with its sound: memory does not depend on the length."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,13 @@ from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Warned
 from runtime.core.facts import Fact
 from runtime.machine.load import LoadMeter
-from runtime.pipeline.conversion import Converted, convert, described
+from runtime.pipeline.conversion import Converted, convert, described, read_source
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate_plan import InterpolationPlan
 from runtime.planner.interpolation import FFMPEG
 from runtime.video.interpolation import FrameInterpolator, check_interpolator
 from runtime.video.mp4 import Sound
-from runtime.video.reader import input_options, read_video
+from runtime.video.reader import input_options
 
 _FRAMES_PER_CALL = 1
 
@@ -73,13 +73,8 @@ def _frames(
 ) -> Iterator[torch.Tensor]:
     """Yield the frames of the result; report a damaged source at its end."""
 
-    def read() -> Generator[np.ndarray, None, None]:
-        line = yield from read_video(plan.source, _FRAMES_PER_CALL)
-        if line:
-            emit(Warned(fact=Fact("source.damaged", {"file": plan.source.path.name, "line": line})))
-
-    def finished() -> Generator[np.ndarray, None, None]:
-        for frames in read():
+    def finished() -> Iterator[np.ndarray]:
+        for frames in read_source(plan.source, _FRAMES_PER_CALL, emit):
             yield from interpolator.add(frames)
         yield from interpolator.finish()
 

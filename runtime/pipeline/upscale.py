@@ -1,13 +1,12 @@
 """Enlarges the frames of a video file and writes an MP4 with its sound: memory does not depend on the length."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from runtime.core.cancel import Cancel
@@ -20,12 +19,12 @@ from runtime.engines.service import EngineService
 from runtime.families.dcae import make_batched_decode_fn
 from runtime.families.esrgan.components import load_upscaler
 from runtime.machine.load import LoadMeter
-from runtime.pipeline.conversion import Converted, convert, described
+from runtime.pipeline.conversion import Converted, convert, described, read_source
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.upscale_plan import UpscalePlan, UpscaleRequest
 from runtime.planner.upscaling import UpscalerCalls
 from runtime.video.mp4 import Sound
-from runtime.video.reader import COLORS, input_options, read_video
+from runtime.video.reader import COLORS, input_options
 
 _WHITE = 255.0
 # Of the network's inputs. bfloat16 has fewer bits than colors, so the network rounds only what its convolutions take.
@@ -91,13 +90,7 @@ def _enlarged(
     request: UpscaleRequest, upscaler: "FrameUpscaler", emit: Callable[[Event], None]
 ) -> Iterator[torch.Tensor]:
     """Yield the frames of the result; report a damaged source at its end."""
-
-    def read() -> Generator[np.ndarray, None, None]:
-        line = yield from read_video(request.source, upscaler.frames_per_call)
-        if line:
-            emit(Warned(fact=Fact("source.damaged", {"file": request.source.path.name, "line": line})))
-
-    for frames in read():
+    for frames in read_source(request.source, upscaler.frames_per_call, emit):
         # Large frames one by one: the writer's queue has a few chunks.
         yield from upscaler(torch.from_numpy(frames)).split(1)
 

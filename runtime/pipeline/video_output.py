@@ -53,7 +53,6 @@ class VideoOutput:
         self._finished = 0
         extend = context.plan.extend
         self._continuation = None if extend is None else Continuation(extend, context.cancel.check)
-        self._joined = False
         self._loop: Loop | None = None
         # Frames that are too few for a call of the upscaler.
         self._rest: list[np.ndarray] = []
@@ -128,20 +127,10 @@ class VideoOutput:
             CancelledError: within one frame, and one call of the upscaler, of the request.
         """
         self._detector.inspect(frames)
-        if self._continuation is not None:
-            if not self._joined:
-                self._joined = True
-                for earlier in self._continuation.frames():
-                    self._take(earlier)
-            frames = self._continuation.matched(frames)
-        if len(frames):
-            self._take(frames)
-
-    def _take(self, frames: np.ndarray) -> None:
-        if self._loop is not None:
-            frames = self._loop.add(frames)
-        if len(frames):
-            self._process(frames)
+        for part in [frames] if self._continuation is None else self._continuation.join(frames):
+            shown = part if self._loop is None else self._loop.add(part)
+            if len(shown):
+                self._process(shown)
 
     def _process(self, frames: np.ndarray) -> None:
         """Save frames, interpolated and enlarged as far as the plan does that."""

@@ -17,7 +17,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse, InputFile
-from runtime.core.request import FIELDS, GenerationRequest
+from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
 from runtime.models import extended
@@ -133,7 +133,7 @@ class ImageAnswers:
                 size = {"width": clip.width, "height": clip.height, "seconds": clip.seconds}
                 return {"picture": picture(open_picture(clip)), **size}
             case {"what": "picture", "extend": str(video)} if self._pictures and video.startswith(PREFIX):
-                return self._extended(GenerationRequest(prompt="none", extend=video))
+                return self._extended(video)
             case {"what": "refusal", "model": str(model)}:
                 return self._refusal(model)
         raise unknown_action()
@@ -143,12 +143,13 @@ class ImageAnswers:
         saved = job.progress.end
         if not isinstance(saved, VideoSaved) or find_output(str(saved.video), self._settings.outputs_dir) is None:
             raise InvalidRequestError(extended.FIELD, "ui.video_missing")
-        request = continuation(job.plan.request, saved.plain or saved.video, {})
-        answer = self._extended(request)
-        return answer | {"settings": request.replace(extend=answer["extend"]).to_json()}
+        video = saved.plain or saved.video
+        answer = self._extended(str(video))
+        settings = continuation(job.plan.request, video, {"extend": answer["extend"]})
+        return answer | {"settings": settings.to_json()}
 
-    def _extended(self, request: GenerationRequest) -> dict[str, Any]:
-        use, last = extended.continued(request, self._settings.cache_dir)
+    def _extended(self, video: str) -> dict[str, Any]:
+        use, last = extended.continued(video, self._settings.cache_dir)
         size = {"width": use.width, "height": use.height, "seconds": use.frames / use.fps}
         return {"extend": use.reference, "picture": picture(open_image(last)), **size}
 

@@ -33,7 +33,7 @@ from runtime.video.mp4 import (
     check_writable,
     ffmpeg_error,
     find_ffmpeg,
-    read_metadata,
+    find_metadata,
     to_ffmetadata,
     video_scratch,
 )
@@ -89,11 +89,7 @@ class Clip:
         """
         info = read_info(path)
         frames, configuration = read_packets(info)
-        try:
-            metadata = read_metadata(path)
-        except OutputError:
-            metadata = {}
-        return cls(info, frames, 0, frames, configuration, metadata)
+        return cls(info, frames, 0, frames, configuration, find_metadata(path))
 
     @property
     def count(self) -> int:

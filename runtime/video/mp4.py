@@ -357,6 +357,14 @@ def read_metadata(video: Path) -> dict[str, Any]:
         raise OutputError("video.no_metadata", file=video.name) from error
 
 
+def find_metadata(video: Path) -> dict[str, Any]:
+    """Return the metadata as `read_metadata` does; empty for a video that has none."""
+    try:
+        return read_metadata(video)
+    except OutputError:
+        return {}
+
+
 def read_frame(video: Path, number: int) -> bytes:
     """Return one frame of a video as a PNG.
 

@@ -318,7 +318,7 @@ def test_a_dropped_file_restores_its_settings_on_any_tab(open_page: OpenPage, se
         page.wait_for_selector(f"{place}:has-text('{answer}')")
 
     ask(page, "something else")
-    # What has no settings may be a video to make anew.
+    # What has no settings may be a video to change.
     drop(data[:600], "torn.mp4", "torn.mp4 is not a video that can be read", "#images .note")
     drop(b"", "empty.mp4", "empty.mp4 is empty", "#images .note")
     go(page, "History")

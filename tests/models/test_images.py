@@ -23,7 +23,7 @@ from tests.full_disk import fill
 from tests.image_files import encoded, kept, picture, saved, taking_images
 
 Tiny = Callable[[str], ModelSpec]
-NOBODYS = "0123456789abcdef" * 4
+UNKNOWN_DIGEST = "0123456789abcdef" * 4
 
 
 def request(**values: Any) -> GenerationRequest:
@@ -103,8 +103,8 @@ def test_nothing_is_copied_for_a_plan(text: ModelSpec, tmp_path: Path) -> None:
         ({"image": "missing.png"}, {}, "image", "image.unreadable"),
         ({"image": "boat.png", "last_image": "folder"}, {}, "last_image", "image.not_a_file"),
         ({"image": "text.png"}, {}, "image", "image.format_unknown"),
-        ({"image": f"sha256:{NOBODYS}"}, {}, "image", "image.copy_missing"),
-        ({"image": f"sha256:{NOBODYS}/boat.png"}, {}, "image", "image.copy_missing"),
+        ({"image": f"sha256:{UNKNOWN_DIGEST}"}, {}, "image", "image.copy_missing"),
+        ({"image": f"sha256:{UNKNOWN_DIGEST}/boat.png"}, {}, "image", "image.copy_missing"),
     ],
 )
 def test_refusals(
@@ -219,13 +219,13 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_names_of_copies() -> None:
-    use = ImageUse(name="my boat.png", path=Path("cache") / NOBODYS, digest=NOBODYS, width=1, height=1)
-    assert use.reference == f"sha256:{NOBODYS}/my boat.png"
-    assert parse_reference(use.reference) == (NOBODYS, "my boat.png")
-    assert parse_reference(f"sha256:{NOBODYS}") == (NOBODYS, NOBODYS[:8])
+    use = ImageUse(name="my boat.png", path=Path("cache") / UNKNOWN_DIGEST, digest=UNKNOWN_DIGEST, width=1, height=1)
+    assert use.reference == f"sha256:{UNKNOWN_DIGEST}/my boat.png"
+    assert parse_reference(use.reference) == (UNKNOWN_DIGEST, "my boat.png")
+    assert parse_reference(f"sha256:{UNKNOWN_DIGEST}") == (UNKNOWN_DIGEST, UNKNOWN_DIGEST[:8])
     assert parse_reference("boat.png") is None and parse_reference("/sha256:x") is None
-    other = NOBODYS[::-1]
-    assert referenced(f'{{"image": "{use.reference}", "last_image": "sha256:{other}"}}') == {NOBODYS, other}
+    other = UNKNOWN_DIGEST[::-1]
+    assert referenced(f'{{"image": "{use.reference}", "last_image": "sha256:{other}"}}') == {UNKNOWN_DIGEST, other}
     assert "path" not in use.summary() and use.summary()["name"] == "my boat.png"
 
 

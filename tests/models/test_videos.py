@@ -23,7 +23,7 @@ from runtime.video import reader
 from tests.video.test_reader import H264, make
 
 Tiny = Callable[[str], ModelSpec]
-NOBODYS = "0123456789abcdef" * 4
+UNKNOWN_DIGEST = "0123456789abcdef" * 4
 TWO_SECONDS = ("-f", "lavfi", "-i", "testsrc=size=64x48:rate=30:duration=2")
 
 
@@ -137,7 +137,7 @@ def test_files_that_cannot_be_used(source: Path, tmp_path: Path, subtests: pytes
                 find_video(str(tmp_path / name), cache, 16, 33)
             assert (refused.value.field, refused.value.code) == ("video", code)
             assert refused.value.remedy and "\n" not in refused.value.what + refused.value.remedy
-    for reference in (f"sha256:{NOBODYS}", f"sha256:{NOBODYS}/boat.mp4"):
+    for reference in (f"sha256:{UNKNOWN_DIGEST}", f"sha256:{UNKNOWN_DIGEST}/boat.mp4"):
         with pytest.raises(InvalidRequestError) as refused:
             find_video(reference, cache, 16, 33)
         assert refused.value.code == "source.copy_missing"

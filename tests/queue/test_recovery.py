@@ -413,7 +413,7 @@ def test_purging_removes_only_a_jobs_own_files_in_the_outputs_folder(store: JobS
     assert all(video.exists() for video in finished)
     assert storage.purge(store, outputs, older_than=-1) == 3
     assert [video.exists() for video in finished] == [False, True, False]
-    # The last one was not finished further: the file beside it belongs to somebody else.
+    # The last one has no plain video: that file belongs to another program.
     assert [plain_output(video).exists() for video in finished] == [False, True, True]
     assert not any(folder.exists() for _, folder in jobs)
 

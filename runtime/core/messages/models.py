@@ -315,7 +315,7 @@ _VIDEOS: Mapping[str, Message] = {
     ),
     "source.finished": Message(
         "{file} was enlarged or interpolated after it was made, and what follows would not be.",
-        "Extend {plain}, which was kept beside it.",
+        "Extend {plain}, which is in the same folder.",
     ),
     "source.too_many_frames": Message(
         "{file} has {most} frames or more.", "Cut off its end with `jobs export`, and extend that."
