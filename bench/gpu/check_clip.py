@@ -38,8 +38,8 @@ class EngineDenoiser:
 
     pairs = False
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, timesteps: int) -> None:
+        self._session, self._timesteps = session, timesteps
 
     def reset_cache(self) -> None:
         """Nothing is cached."""
@@ -47,7 +47,7 @@ class EngineDenoiser:
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
-        given = {"latents": latents, "timestep": timestep.reshape(1).float(), "text_embeds": text_embeds}
+        given = {"latents": latents, "timestep": timestep.expand(self._timesteps).float(), "text_embeds": text_embeds}
         return self._session.infer(**given)["velocity"]
 
 
@@ -178,7 +178,7 @@ def run_engines(spec: ModelSpec, plan: ExecutionPlan, sessions: dict[tuple[str, 
 
     @contextmanager
     def expert(name: str) -> Iterator[Any]:
-        yield EngineDenoiser(sessions[name, "transformer"])
+        yield EngineDenoiser(sessions[name, "transformer"], spec.timesteps)
 
     latents = sample(spec, plan, conditioning, expert)
     decoder = EngineDecoder(sessions["vae", "vae_first"], sessions["vae", "vae_next"])

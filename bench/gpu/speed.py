@@ -89,6 +89,7 @@ VARIANTS: dict[str, tuple[Speed, str]] = {
     "fp8-attention": (Speed(attention="fp8", compiled=True, text_kept=True, fused=True), ""),
     "tuned": (Speed(compiled=True, text_kept=True, fused=True), ""),
     "fp8-eager": (Speed(text_kept=True), FP8),
+    "fp8-all-eager": (Speed(attention="fp8", text_kept=True), FP8),
     "fp8": (Speed(compiled=True, text_kept=True), FP8),
     "fp8-flash4": (Speed(attention="flash4", compiled=True, text_kept=True), FP8),
     "fp8-all": (Speed(attention="fp8", compiled=True, text_kept=True), FP8),
@@ -489,7 +490,7 @@ def hunyuan_quantize(module: Any) -> None:
     unfuse(module)
     for blocks in (module.transformer_blocks, module.single_transformer_blocks):
         quantize_(blocks, config)
-    quantization.add_biases_apart(module)
+    quantization.install_fp8_linear(module)
 
 
 def unfuse(module: Any) -> None:

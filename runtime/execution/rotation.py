@@ -2,6 +2,8 @@
 
 import torch
 
+from runtime.models.row_operations import computed, rotate_pairs
+
 # Cosines and signed sines, each (1, tokens, 1, head width); see `rotation_tables`.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -15,6 +17,5 @@ def rotation_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate each pair of adjacent channels of `x`, (batch, tokens, heads, head width), by its token's angles."""
-    cos, sin = rotation
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return (x * cos).addcmul_(swapped, sin).to(x.dtype)
+    rotated: torch.Tensor = computed(rotate_pairs, x, *rotation)
+    return rotated

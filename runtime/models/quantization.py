@@ -112,8 +112,8 @@ def check_quantized(module: Any, kind: str, component: str, model: str) -> None:
         raise ModelError("quantization.no_layer_fits", kind=kind, component=component, model=model)
 
 
-def add_biases_apart(module: Any) -> None:
-    """Let layers with weights in FP8 add their bias after the product where there are few rows; see `_FEW_ROWS`."""
+def install_fp8_linear(module: Any) -> None:
+    """Let layers with weights in FP8 round their input in one kernel, and add few rows' bias apart; see `_FEW_ROWS`."""
     import torch
 
     for layer in module.modules():
@@ -123,11 +123,24 @@ def add_biases_apart(module: Any) -> None:
 
 def _linear(self: Any, x: Any) -> Any:
     """Return `torch.nn.Linear.forward`'s result."""
-    from torch.nn.functional import linear
+    import torch
+    from torch.nn.functional import ScalingType, linear, scaled_mm
 
-    if x.shape[:-1].numel() < _FEW_ROWS:
+    from runtime.models.row_operations import computed, quantize_rows
+
+    rows = x.shape[:-1].numel()
+    if rows < _FEW_ROWS:
         return linear(x, self.weight) + self.bias
-    return linear(x, self.weight, self.bias)
+    if torch.compiler.is_compiling() or x.device.type != "cuda":
+        return linear(x, self.weight, self.bias)
+    # What torchao computes, whose rounding of `x` takes several kernels where nothing is compiled.
+    data, scale = (fp8_tensor(self.weight, suffix) for suffix in (FP8_DATA, FP8_SCALE))
+    rounded, scales = computed(quantize_rows, x.reshape(rows, -1))
+    by_row = ScalingType.RowWise
+    product: Any = scaled_mm(
+        rounded, data.t(), scales, by_row, scale.t(), by_row, bias=self.bias, output_dtype=x.dtype, use_fast_accum=True
+    )
+    return product.unflatten(0, x.shape[:-1])
 
 
 def is_quantized(parameter: Any) -> bool:

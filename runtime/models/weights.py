@@ -196,7 +196,7 @@ def _quantized(
         if cached_module is None:
             cache.keep(key, module)
     if fp8:
-        quantization.add_biases_apart(module)
+        quantization.install_fp8_linear(module)
     return module, dtype
 
 

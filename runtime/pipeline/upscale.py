@@ -16,6 +16,7 @@ from runtime.core.facts import Fact
 from runtime.core.settings import Settings
 from runtime.core.tiles import Span, spans
 from runtime.engines.service import EngineService
+from runtime.execution.decoded_frames import all_finite
 from runtime.families.dcae import make_batched_decode_fn
 from runtime.families.esrgan.components import load_upscaler
 from runtime.machine.load import LoadMeter
@@ -191,7 +192,7 @@ class FrameUpscaler:
             tiles = places[start : start + per_call]
             parts = [colors[..., row.read, column.read] for row, column in tiles]
             larger = self._decode((torch.cat(parts).to(_DTYPES[calls.dtype]) / _WHITE)[None])[0]
-            if not torch.isfinite(larger).all().item():
+            if not all_finite(larger).item():
                 raise BadResultError("execution.upscaler_not_finite", dtype=calls.dtype)
             for (row, column), part in zip(tiles, larger.split(len(frames)), strict=True):
                 # In place: a large frame takes hundreds of megabytes.

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from runtime.core.request import ATTENTIONS
 from runtime.execution import attention as attention_module
 from runtime.execution.attention import attention, problem
-from runtime.execution.fp8_attention import attend_fp8, scale_for, to_fp8
+from runtime.execution.fp8_attention import attend_fp8, scale_for
+from runtime.models.row_operations import to_fp8
 
 TOKENS, HEADS, WIDTH = 2304, 2, 32
 

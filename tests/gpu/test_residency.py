@@ -16,7 +16,7 @@ from runtime.core.request import GenerationRequest
 from runtime.execution.offload import pin
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import find
-from runtime.models.quantization import add_biases_apart, fp8_weight
+from runtime.models.quantization import fp8_weight, install_fp8_linear
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
@@ -157,7 +157,7 @@ def test_fp8_layers_take_any_number_of_rows(inner: int, rows: int) -> None:
     with torch.no_grad():
         wanted = layer(x).float().cpu()
         layer.weight = fp8_weight(layer.weight)
-        add_biases_apart(layer)
+        install_fp8_linear(layer)
         assert 0 < relative_error(layer(x).float(), wanted) < 0.06
 
 

@@ -21,7 +21,7 @@ from runtime.execution.offload import Placement, place
 from runtime.families.hunyuan_video.spec import UNQUANTIZED
 from runtime.models.lora_fusing import fuse
 from runtime.models.loras import read_lora
-from runtime.models.quantization import FP8, add_biases_apart, check_quantized, diffusers_config
+from runtime.models.quantization import FP8, check_quantized, diffusers_config, install_fp8_linear
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import ModelSpec
 from runtime.models.stored_modules import Filling, empty_module, fill, weights_of_folder
@@ -60,7 +60,7 @@ def main(kind: str, folder: Path) -> None:
         quantized = load(folder, kind)
         check_quantized(quantized, kind, "transformer", "the tiny model")
         if kind == FP8:
-            add_biases_apart(quantized)
+            install_fp8_linear(quantized)
         counted = sum(type(parameter) is not torch.nn.Parameter for parameter in quantized.parameters())
         projection, embedder = quantized.proj_out.weight, quantized.condition_embedder.time_proj.weight
         kept = [str(weight.dtype) for weight in (projection, embedder, quantized.patch_embedding.weight)]
@@ -126,7 +126,7 @@ def with_cache(kind: str, folder: Path, inputs: dict[str, Any]) -> dict[str, Any
     types = [[type(weight).__name__ for weight in one.parameters()] for one in (module, cached)]
     if kind == FP8:
         for one in (module, cached):
-            add_biases_apart(one)
+            install_fp8_linear(one)
     same = torch.equal(run(module, inputs), run(cached, inputs))
     # What torch.compile reads of a tensor subclass is equal too, so compiled code is found again.
     settings = []

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from runtime.execution.attention import FP8, Attention, attention, name_of
-from runtime.execution.fp8_attention import MIN_TOKENS, attend_rounded, from_fp8, scale_for, to_fp8
+from runtime.execution.fp8_attention import MIN_TOKENS, attend_rounded, largest_of, scale_for
+from runtime.models.row_operations import computed, from_fp8, to_fp8
 
 # Into how many parts a process divides its heads at most. On two H200s with NVLink, five parts of 4 heads took 2.7 %
 # longer than one of 20: smaller calls of attention cost more than the exchange that they hide.
@@ -88,9 +89,10 @@ class Tokens:
     def _attend_fp8(self, qkv: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Attend as `attend_fp8`, with the scales of all tokens; half as many bytes are exchanged."""
         scales = [scale_for(largest) for largest in self._largest(*qkv)]
-        rounded = [self._to_parts(to_fp8(x, scale).view(torch.uint8)) for x, scale in zip(qkv, scales, strict=True)]
-        out = self._from_parts(_attend_shared(*rounded, scales, FP8, self._name, self.count))
-        return from_fp8(out.view(torch.float8_e4m3fn), scales[2], qkv[0].dtype)
+        rounded = [computed(to_fp8, x, scale).view(torch.uint8) for x, scale in zip(qkv, scales, strict=True)]
+        out = self._from_parts(_attend_shared(*map(self._to_parts, rounded), scales, FP8, self._name, self.count))
+        attended: torch.Tensor = computed(from_fp8, out.view(torch.float8_e4m3fn), scales[2], qkv[0].dtype)
+        return attended
 
     def _to_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Return a share of the tokens in the order in which it is sent.
@@ -111,7 +113,7 @@ class Tokens:
 
     def _largest(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the largest magnitude of each, a scalar, over the tokens of all processes."""
-        maxima = [x.abs().amax() if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
+        maxima = [largest_of(x) if x.shape[1] else x.new_zeros(()) for x in map(self.real, tensors)]
         largest: torch.Tensor = _maximum(torch.stack(maxima), self._name)
         return largest.unbind()
 

@@ -33,6 +33,7 @@ from runtime.engines.frame_decoders import (
 )
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.cuda_graphs import CudaGraphRunner
+from runtime.execution.decoded_frames import all_finite
 from runtime.execution.engine_failures import failure_of_engine
 from runtime.families.dcae.sources import decoder_in, latent_channels, spec_of
 from runtime.machine.probe import probe
@@ -292,7 +293,7 @@ class BatchedDecoder:
         # Outside of the handler: the exception's frames reference memory that is needed now.
         self._close_engine()
         self._fall_back(reason)
-        if frames is not None and not torch.isfinite(frames[:done]).all().item():
+        if frames is not None and not all_finite(frames[:done]).item():
             done = 0
         return frames, done
 
@@ -389,7 +390,7 @@ def _check_finite(rows: torch.Tensor, frames: torch.Tensor) -> None:
     Raises:
         BadResultError: if a frame of finite latents is not finite.
     """
-    alright = [torch.isfinite(values).all().to(frames.device) for values in (rows, frames)]
+    alright = [all_finite(values).to(frames.device) for values in (rows, frames)]
     if torch.stack(alright).all().item():
         return
     rows_finite, frames_finite = (

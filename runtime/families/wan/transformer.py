@@ -36,6 +36,7 @@ from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
 from runtime.execution.step_caches import StepCaching
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
+from runtime.models.row_operations import add_gated, computed, layer_norm
 
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
 # (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
@@ -64,11 +65,8 @@ def block_step(
     """
     table = block.scale_shift_table + modulation.float()
     # Nested calls, so that intermediate values are freed as soon as possible.
-    x = _add_in_float32(
-        x,
-        _self_attended(
-            block, block.attend(*block_qkv(block, x, table, rotation, first_count)).flatten(2), table, first_count
-        ),
+    x = _add_attended(
+        block, x, block.attend(*block_qkv(block, x, table, rotation, first_count)).flatten(2), table, first_count
     )
     x = x + block.attn2.to_out[0](_attend_text(block, _text_query(block, x), text))
     return _add_feed_forward(block, x, table, first_count)
@@ -88,7 +86,7 @@ def block_qkv(
         first_count: see `block_step`.
     """
     attn, (shift, scale) = block.attn1, _by_token(table[:, :2], x.shape[1], first_count)
-    normed = (block.norm1(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
+    normed = computed(layer_norm, x, 1 + scale, shift, block.norm1.eps, block.compute_dtype)
     if hasattr(attn, "to_qkv"):
         q, k, v = attn.to_qkv(normed).chunk(3, dim=-1)
     else:
@@ -106,7 +104,7 @@ def block_query(
     Args:
         attended: result of self-attention, (batch, tokens, width).
     """
-    x = _add_in_float32(x, _self_attended(block, attended, table))
+    x = _add_attended(block, x, attended, table)
     return x, _text_query(block, x)
 
 
@@ -126,15 +124,6 @@ def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.unflatten(2, (attn.heads, -1)) for tensor in projections)
 
 
-def _add_in_float32(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return `x` + `y`, added in float32, in the dtype of `x`.
-
-    As a separate function, it computes `y` before it converts `x` to float32, and frees both when it returns. Together
-    they take a sixth of a block's memory.
-    """
-    return (x.float() + y).to(x.dtype)
-
-
 def _by_token(table: torch.Tensor, tokens: int, first_count: int) -> list[torch.Tensor]:
     """Return the rows of `table`, (timesteps, rows, width), each (1, 1 or tokens, width).
 
@@ -150,10 +139,12 @@ def _by_token(table: torch.Tensor, tokens: int, first_count: int) -> list[torch.
     return [torch.where(first, row[:1], row[1:]) for row in rows]
 
 
-def _self_attended(block: Any, attended: torch.Tensor, table: torch.Tensor, first_count: int = 0) -> torch.Tensor:
-    """Return what self-attention adds to the hidden states, (batch, tokens, width), float32."""
+def _add_attended(
+    block: Any, x: torch.Tensor, attended: torch.Tensor, table: torch.Tensor, first_count: int = 0
+) -> torch.Tensor:
+    """Return the hidden states after self-attention, whose result is `attended`, both (batch, tokens, width)."""
     (gate,) = _by_token(table[:, 2:3], attended.shape[1], first_count)
-    out: torch.Tensor = block.attn1.to_out[0](attended) * gate
+    out: torch.Tensor = computed(add_gated, x, block.attn1.to_out[0](attended), gate)
     return out
 
 
@@ -173,8 +164,9 @@ def _attend_text(block: Any, query: torch.Tensor, text: BlockText) -> torch.Tens
 
 def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor, first_count: int = 0) -> torch.Tensor:
     shift, scale, gate = _by_token(table[:, 3:], x.shape[1], first_count)
-    normed = (block.norm3(x.float()) * (1 + scale) + shift).to(block.compute_dtype)
-    return _add_in_float32(x, _feed_forward(block.ffn, normed).float() * gate)
+    normed = computed(layer_norm, x, 1 + scale, shift, block.norm3.eps, block.compute_dtype)
+    out: torch.Tensor = computed(add_gated, x, _feed_forward(block.ffn, normed), gate)
+    return out
 
 
 def _feed_forward(ffn: Any, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ Equal to `AutoencoderKLWan._decode` up to rounding. Differences:
 Caches have the format of engines (`programs.VaeForm`): two frames each, initially zeros.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any, cast
@@ -26,6 +25,7 @@ from runtime.core.plan import EAGER, Speed
 from runtime.core.tiles import Span, spans
 from runtime.execution.compilation import OnDegraded, WithFallback
 from runtime.execution.decoded_frames import blend_weights, longer_side
+from runtime.models.row_operations import triton_runs_on
 from runtime.planner import constraints
 from runtime.upstream.diffusers import causal_padding
 
@@ -254,11 +254,6 @@ class _Call:
             pixels = x.permute(0, 2, 3, 4, 1).unflatten(4, (2, c // 2)).permute(0, 1, 4, 2, 3, 5)
             return pixels.reshape(b, 2 * t, h, w, c // 2).permute(0, 4, 1, 2, 3)
         return x.view(b, 2, c // 2, t, h, w).permute(0, 2, 3, 1, 4, 5).reshape(b, c // 2, 2 * t, h, w)
-
-
-def triton_runs_on(device: torch.device) -> bool:
-    """Return whether Triton kernels run on a device."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def triton_ops(

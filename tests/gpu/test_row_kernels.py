@@ -1,0 +1,87 @@
+"""Triton's kernels of a transformer's operations on a GPU, at the sizes of large models, and FP8 layers with them."""
+
+import pytest
+import torch
+
+from runtime.models import row_operations
+from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor, fp8_weight, install_fp8_linear
+from runtime.models.row_operations import computed
+from tests.gpu.errors import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of PyTorch"),
+]
+TOKENS, WIDTH, HEADS = 2100, 5120, 40
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that fails is an error."""
+
+    class Failed(list[str]):
+        def append(self, item: str) -> None:
+            raise AssertionError(item)
+
+    monkeypatch.setattr(row_operations, "_FAILED", Failed())
+
+
+def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(size, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_round_as_pytorch(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, y = random(1, TOKENS, WIDTH, dtype=dtype), random(1, TOKENS, WIDTH, dtype=dtype)
+    for rows in (1, TOKENS):
+        tables = random(2, 1, rows, WIDTH, dtype=torch.float32)
+        tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+        for plain, arguments in (
+            (row_operations.layer_norm, (x, *tables, 1e-6, dtype)),
+            (row_operations.add_gated, (x, y, tables[0])),
+        ):
+            assert relative_error(computed(plain, *arguments), plain(*arguments)) < tolerance
+    angles = random(2, 1, TOKENS, 1, WIDTH // HEADS, dtype=torch.float32)
+    arguments = x.unflatten(2, (HEADS, -1)), *angles
+    assert (
+        relative_error(computed(row_operations.rotate_pairs, *arguments), row_operations.rotate_pairs(*arguments))
+        < 4e-3
+    )
+    scale = torch.tensor(80.0, device="cuda")
+    rounded = computed(row_operations.to_fp8, x, scale)
+    assert torch.equal(rounded.float(), row_operations.to_fp8(x, scale).float())
+    back = computed(row_operations.from_fp8, rounded, scale, dtype)
+    assert relative_error(back, row_operations.from_fp8(rounded, scale, dtype)) < 4e-3
+
+
+@pytest.mark.parametrize("width", [WIDTH, 13_824])
+def test_rows_are_rounded_as_by_pytorch(width: int) -> None:
+    torch.manual_seed(2)
+    x = random(TOKENS, width)
+    (rounded, scales), (wanted, wanted_scales) = (
+        computed(row_operations.quantize_rows, x),
+        row_operations.quantize_rows(x),
+    )
+    torch.testing.assert_close(scales, wanted_scales)
+    # Division by a scale may differ in the last bit, and with it a few of the roundings.
+    assert (rounded.float() != wanted.float()).float().mean().item() < 1e-3
+
+
+def test_a_layer_in_fp8_computes_as_torchaos() -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that computes in FP8")
+    torch.manual_seed(3)
+    layer = torch.nn.Linear(WIDTH, 2 * WIDTH, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight = torch.nn.Parameter(fp8_weight(layer.weight.data), requires_grad=False)
+    x = random(1, TOKENS, WIDTH)
+    wanted = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    exact = x.float() @ (fp8_tensor(layer.weight, FP8_DATA).float() * fp8_tensor(layer.weight, FP8_SCALE)).t()
+    exact += layer.bias.float()
+    install_fp8_linear(layer)
+    got = layer(x)
+    assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+    assert relative_error(got, exact) < 1.05 * relative_error(wanted, exact)
+    few = layer(x[:, :7])
+    assert relative_error(few, got[:, :7]) < 1e-2

@@ -1,0 +1,70 @@
+"""Triton's kernels of `row_operations` against PyTorch; `test_row_operations` runs this in Triton's interpreter."""
+
+import pytest
+import torch
+
+from runtime.models import row_kernels, row_operations
+
+WIDTHS = [64, 96]
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert got.dtype == wanted.dtype
+    tolerance = 1e-5 if got.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("tables", [1, 5])
+@pytest.mark.parametrize(("given", "wanted"), [("float32", "float32"), ("float32", "float16"), ("float16", "float16")])
+def test_layer_norm(width: int, tables: int, given: str, wanted: str) -> None:
+    torch.manual_seed(1)
+    x = (3 + 2 * torch.randn(2, 5, width)).to(getattr(torch, given))
+    arguments = (x, torch.randn(1, tables, width), torch.randn(1, tables, width), 1e-6, getattr(torch, wanted))
+    close(row_kernels.layer_norm(*arguments), row_operations.layer_norm(*arguments))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("tables", [1, 5])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_add_gated(width: int, tables: int, dtype: str) -> None:
+    torch.manual_seed(2)
+    x, y = torch.randn(2, 2, 5, width).to(getattr(torch, dtype))
+    gate = torch.randn(1, tables, width)
+    close(row_kernels.add_gated(x, y, gate), row_operations.add_gated(x, y, gate))
+
+
+@pytest.mark.parametrize(("heads", "head_width"), [(2, 32), (3, 8)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rotate_pairs(heads: int, head_width: int, dtype: str) -> None:
+    torch.manual_seed(3)
+    # Part of a larger tensor, as where queries, keys and values are one product.
+    x = torch.randn(2, 5, 3 * heads, head_width).to(getattr(torch, dtype))[:, :, :heads]
+    cos, sin = torch.randn(2, 1, 5, 1, head_width)
+    close(row_kernels.rotate_pairs(x, cos, sin), row_operations.rotate_pairs(x, cos, sin))
+
+
+def in_fp8(*size: int) -> torch.Tensor:
+    """Random values that float8_e4m3fn has: the interpreter rounds others wrongly, which tests/gpu compares."""
+    values = (100 * torch.randn(size)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    values[..., 0] = 448
+    return values
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_quantize_rows(width: int) -> None:
+    torch.manual_seed(4)
+    x = in_fp8(7, width) * 2.0 ** torch.arange(-20, 22, 6)[:, None]
+    x[3] = 0
+    (rounded, scales), (wanted, wanted_scales) = row_kernels.quantize_rows(x), row_operations.quantize_rows(x)
+    torch.testing.assert_close(scales, wanted_scales)
+    assert torch.equal(rounded.float(), wanted.float())
+
+
+def test_to_and_from_fp8() -> None:
+    torch.manual_seed(5)
+    x, scale = in_fp8(3, 5, 2, 8), torch.tensor(2.0)
+    x[0, 0, 0, 1] = 1e9
+    rounded = row_kernels.to_fp8(x / 2, scale)
+    assert torch.equal(rounded.float(), x.clamp(max=448))
+    assert torch.equal(row_kernels.from_fp8(rounded, scale, torch.float32), x.clamp(max=448) / 2)
