@@ -278,7 +278,6 @@ class Computed:
 
     pairs = False
     pair: Any = None
-    reset_cache: Any = None
 
     def __init__(
         self,
@@ -286,6 +285,12 @@ class Computed:
         unprompted: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._compute, self._unprompted = compute, unprompted or compute
+
+        self.exact: list[bool] = []
+
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """Record which steps are exact."""
+        self.exact.append(exact)
 
     def see(self, inputs: Any) -> None:
         """Ignore what a section is sampled from."""

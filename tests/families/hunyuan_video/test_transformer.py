@@ -218,7 +218,7 @@ def steps_of(denoiser: PyTorchDenoiser | SharedDenoiser) -> list[torch.Tensor]:
     found = []
     for scale in (1.0, 1.001, 1.3, 1.301):
         found.append(denoiser(latents * scale, times, text).clone())
-    denoiser.reset_cache()
+    denoiser.begin_step(fresh=True, exact=False)
     return [*found, denoiser(latents, times, text)]
 
 

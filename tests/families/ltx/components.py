@@ -76,8 +76,8 @@ class LtxDenoiser:
         assert sharing is None
         yield
 
-    def reset_cache(self) -> None:
-        """Nothing is cached."""
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """Nothing differs from step to step."""
 
     def forget(self) -> None:
         """Nothing is kept."""
