@@ -430,6 +430,19 @@ def test_guidance_leads_away_from_the_negative_prompt(reference: HunyuanVideoFra
         assert torch.equal(history(both, negative_prompt, scale), history(halved, None, 1.0))
 
 
+def test_the_first_fifth_of_each_sections_steps_is_exact(reference: HunyuanVideoFramepackPipeline) -> None:
+    sections, transformer = Sections(2, VANILLA, WINDOW), Computed(lambda latents: latents / 2)
+    conditioning, progress = made_of_zeros(sections)
+    video = SectionedVideo(sections, conditioning, reference.scheduler, 6, 0)
+
+    def decode(latents: torch.Tensor) -> torch.Tensor:
+        return latents.new_zeros((latents.shape[2] - 1) * 4 + 1, 2, 2, 3)
+
+    made = finished_sections(video, progress, lambda: nullcontext(transformer), lambda: nullcontext(decode), Cancel())
+    assert len(list(made)) == 2
+    assert transformer.exact == [True, True, False, False, False, False] * 2
+
+
 def test_a_video_is_made_from_what_was_encoded(tiny: Callable[[str], ModelSpec]) -> None:
     spec = replace(tiny("wan2.1"), section=SectionSpec(latent_frames=9, sampling_type="vanilla"))
     plan = tiny_plan(spec, Path("x.mp4"), frames=73)

@@ -172,7 +172,8 @@ def test_attention_is_restored_with_its_threshold(models: dict[str, ModelSpec]) 
     for given, kept in (("fp8", "fp8"), ("sol", "sol"), ("sol:1.50", "sol:1.5")):
         assert read(models, attention=given).attention == kept
         assert form.filled(GOOD | {"attention": given}, models)["attention"]["value"] == kept
-    for invalid in ("sol:9", "sol:x", "fp8:1", 7, None, []):
+    others: tuple[Any, ...] = ("sol:9", "sol:x", "fp8:1", 7, None, [])
+    for invalid in others:
         assert form.filled(GOOD | {"attention": invalid}, models)["attention"]["value"] == "auto"
 
 
