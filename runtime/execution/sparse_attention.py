@@ -30,13 +30,14 @@ def attend_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tau: float,
 @torch.library.custom_op("tandem::attend_sparse", mutates_args=())
 def _attend_sparse(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tau: float, last: int) -> torch.Tensor:
     blocks = -(-q.shape[1] // BLOCK)
-    exact = [(q.shape[1] - last) // BLOCK if last else blocks, blocks]
+    exact_from = (q.shape[1] - last) // BLOCK if last else blocks
     if q.device.type != "cuda":
-        return emulate(q, k, v, tau, exact[0])
+        return emulate(q, k, v, tau, exact_from)
     package: Any = import_module("comfy_kitchen")
     if not package.sol_attn_is_available(q.device):
         # Its own fallback takes memory that is quadratic in the tokens.
         raise RuntimeError(f"comfy-kitchen has no kernel for {torch.cuda.get_device_name(q.device)}")
+    exact = [exact_from, blocks] if last else [0, 0]
     with torch.cuda.device(q.device):
         attended: torch.Tensor = package.sol_attn(q, k, v, tau=tau, sink_blocks=exact, sink_q=exact)
     return attended

@@ -184,3 +184,14 @@ def test_blocks_are_compiled_once_for_each_kernel(tiny: Callable[[str], ModelSpe
     expected = passes(spec, PyTorchDenoiser(module, Speed(sparse_tau=1.0)))
     for one, two in zip(first, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("step_cache", ["first-block:1e-06", "taylorseer:2"])
+def test_a_step_cache_keeps_sparse_attention(step_cache: str, tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny("wan2.1")
+    denoiser = PyTorchDenoiser(load_module(spec, "transformer", PART), Speed(sparse_tau=1.0))
+    expected = passes(spec, denoiser)
+    with denoiser.caching(step_cache):
+        found = passes(spec, denoiser)
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)

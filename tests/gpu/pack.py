@@ -53,7 +53,7 @@ LEFT_OUT = {
     "base": r"/stubs/|__pycache__|^test/|\.a$|bitsandbytes/lib\w+(?<!_cuda130)(?<!_cpu)\.so|imageio_ffmpeg/binaries/ff",
     "video": r"imageio_ffmpeg/(?!binaries/ff)|dist-info",
     "flash4": r"/stubs/|__pycache__|^test/|\.a$",
-    "sol": r"__pycache__|^comfy_kitchen/backends/(ascend|hip)/",
+    "sol": r"__pycache__|^comfy_kitchen/backends/hip/",
     "cluster": r"__pycache__|^ray/(jars|rllib|dashboard/client|data|serve|train|tune|llm|cpp)/",
 }
 
