@@ -1,6 +1,7 @@
 """Sparse attention: its definition, its limits, and which blocks and steps use it."""
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from runtime.families.wan.transformer import PyTorchDenoiser, install
 from runtime.families.wan.transformer import block_step as wan_step
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
+from tests.engines.contract.wheels import pinned, unpacked
 
 # Six whole blocks of tokens and 16 more.
 TOKENS, HEADS, WIDTH, BLOCK = 400, 2, 32, 64
@@ -61,6 +63,20 @@ def test_it_equals_its_definition(tau: float, last: int) -> None:
         for head in range(HEADS):
             expected = by_definition(q[batch, :, head], k[batch, :, head], v[batch, :, head], tau, last)
             torch.testing.assert_close(attended[batch, :, head], expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tau", "last"), [(0.0, 0), (1.0, 0), (1.0, 90), (2.0, 17)])
+def test_it_equals_the_published_reference(tau: float, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, comfy-kitchen computes the algorithm in float32."""
+    monkeypatch.syspath_prepend(str(unpacked(f"comfy-kitchen=={pinned('comfy-kitchen')}")))
+    kitchen: Any = import_module("comfy_kitchen")
+    assert not kitchen.sol_attn_is_available(torch.device("cpu"))
+    q, k, v = (torch.cat([x] * 4, dim=3) for x in inputs())  # heads of 128 channels
+    blocks = -(-TOKENS // BLOCK)
+    exact = [(TOKENS - last) // BLOCK if last else blocks, blocks]
+    expected = kitchen.sol_attn(q, k, v, tau=tau, sink_blocks=exact, sink_q=exact)
+    torch.testing.assert_close(attend_sparse(q, k, v, tau, last), expected, rtol=0, atol=2e-5)
 
 
 def error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tau: float, last: int = 0) -> torch.Tensor:
