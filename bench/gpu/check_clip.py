@@ -41,8 +41,8 @@ class EngineDenoiser:
     def __init__(self, session: Session, timesteps: int) -> None:
         self._session, self._timesteps = session, timesteps
 
-    def reset_cache(self) -> None:
-        """Nothing is cached."""
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """Nothing differs from step to step."""
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED

@@ -95,7 +95,7 @@ class Hunyuan:
     def share(self, tokens: Tokens | None, speed: Speed) -> None:
         """Let processes share passes from now on, or not."""
         self.module.shared_tokens = None
-        hunyuan_transformer.install(self.module, speed.attention, *self.denoiser._compiled)
+        hunyuan_transformer.install(self.module, speed, *self.denoiser._compiled)
         if tokens is not None:
             hunyuan_transformer.share_tokens(self.module, tokens)
 
@@ -138,7 +138,7 @@ class Wan:
         ):
             hooks.clear()
         self.denoiser.forget()
-        wan_transformer.install(self.module, speed.attention, self.denoiser._step or wan_transformer.block_step)
+        wan_transformer.install(self.module, speed, self.denoiser._step or wan_transformer.block_step)
         if tokens is not None:
             tokens.count = self.tokens
             wan_transformer.share_tokens(self.module, tokens)

@@ -4,8 +4,9 @@
 
 PART is of attention, transformer, vae, vae-encoder, small, hunyuan-video and framepack. The variants of the last two
 are `HUNYUAN_VARIANTS`; their sizes are 129 frames of 960x544 (`--size 480p`) or 1280x720 (720p), and sections of
-480x832 and of 640x640. Random weights: speed does not depend on their values; norms are near one, so that attention is
-neither flat nor sharp. Prints a JSON object per measurement and appends it to $OUT/speed.jsonl; the last variant's
+480x832 and of 640x640. Random weights: speed does not depend on their values, except with sparse attention ("sol" and
+"fp8-sol", a pass that is not exact) on how scores are distributed; norms are near one, so that attention is neither
+flat nor sharp. Prints a JSON object per measurement and appends it to $OUT/speed.jsonl; the last variant's
 profile goes to $OUT/profile-*.txt. A failure is reported and the next variant runs; none starts after `--seconds`.
 `--device cpu --tiny` tries the script itself.
 
@@ -43,7 +44,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.engines.reference import full_float32
-from runtime.execution.attention import attention, problem
+from runtime.execution.attention import attention, problem, with_usable_attention
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.families.wan.spec import vae_spec
@@ -87,12 +88,14 @@ VARIANTS: dict[str, tuple[Speed, str]] = {
     "flash4": (Speed(attention="flash4", compiled=True, text_kept=True, fused=True), ""),
     "sage": (Speed(attention="sage", compiled=True, text_kept=True, fused=True), ""),
     "fp8-attention": (Speed(attention="fp8", compiled=True, text_kept=True, fused=True), ""),
+    "sol": (Speed(attention="cudnn", sparse_tau=1.0, compiled=True, text_kept=True, fused=True), ""),
     "tuned": (Speed(compiled=True, text_kept=True, fused=True), ""),
     "fp8-eager": (Speed(text_kept=True), FP8),
     "fp8-all-eager": (Speed(attention="fp8", text_kept=True), FP8),
     "fp8": (Speed(compiled=True, text_kept=True), FP8),
     "fp8-flash4": (Speed(attention="flash4", compiled=True, text_kept=True), FP8),
     "fp8-all": (Speed(attention="fp8", compiled=True, text_kept=True), FP8),
+    "fp8-sol": (Speed(attention="cudnn", sparse_tau=1.0, compiled=True, text_kept=True), FP8),
     "fp8-hand": (Speed(compiled=True, text_kept=True), HAND),
     "fp8-hand-all": (Speed(attention="fp8", compiled=True, text_kept=True), HAND),
 }
@@ -117,9 +120,11 @@ HUNYUAN_VARIANTS: dict[str, tuple[Speed | None, str]] = {
     "flash4": (Speed(attention="flash4", compiled=True, fused=True), ""),
     "flash4-graphed": (Speed(attention="flash4", compiled=True, fused=True, graphed=True), ""),
     "fp8-attention": (Speed(attention="fp8", compiled=True, fused=True), ""),
+    "sol": (Speed(attention="cudnn", sparse_tau=1.0, compiled=True, fused=True), ""),
     "fp8": (Speed(attention="cudnn", compiled=True), FP8),
     "fp8-flash4": (Speed(attention="flash4", compiled=True), FP8),
     "fp8-all": (Speed(attention="fp8", compiled=True), FP8),
+    "fp8-sol": (Speed(attention="cudnn", sparse_tau=1.0, compiled=True), FP8),
     "fp8-all-graphed": (Speed(attention="fp8", compiled=True, graphed=True), FP8),
 }
 HUNYUAN_DEFAULT = {
@@ -340,10 +345,15 @@ def ready_for(
     inductor_config.coordinate_descent_tuning = name == "tuned"
     if name == "tuned":
         discard_compiled_code()
-    why = problem(speed.attention, bench.device, bench.dtype, width)
-    if why is not None:
-        raise RuntimeError(str(why))
+    check(speed, bench, width)
     return ours(module, speed, latents, timestep, text)
+
+
+def check(speed: Speed, bench: Bench, width: int) -> None:
+    """Raise if an attention kernel cannot be used for heads of a width."""
+    _, problems = with_usable_attention(speed, bench.device, bench.dtype, width)
+    if problems:
+        raise RuntimeError("; ".join(map(str, problems.values())))
 
 
 def ours(
@@ -430,9 +440,7 @@ def hunyuan_variant(
     def ready() -> Callable[[], torch.Tensor]:
         if speed is None:
             return lambda: case.by_diffusers(module)
-        why = problem(speed.attention, bench.device, bench.dtype, module.config.attention_head_dim)
-        if why is not None:
-            raise RuntimeError(str(why))
+        check(speed, bench, module.config.attention_head_dim)
         denoiser = cases.denoiser_of(model, module)
         denoiser.compute(speed, raise_if_degraded)
         return case.by_tandem(denoiser)

@@ -26,6 +26,7 @@ _ATTENTIONS = {
     "flash4": "FlashAttention 4",
     "sage": "SageAttention",
     "fp8": "cuDNN's attention in FP8",
+    "sol": "Sol-Attn",
 }
 _QUANTIZATIONS = {"fp8": "FP8 weights", "bnb-8bit": "8-bit weights", "bnb-4bit": "4-bit weights"}
 BACKEND_TITLES: Mapping[str, str] = {
@@ -118,7 +119,7 @@ class Words:
 
     def attention(self, name: str) -> str:
         """Return the title of an attention kernel."""
-        return _ATTENTIONS.get(name, name)
+        return _ATTENTIONS.get(name.partition(":")[0], name)
 
     def quantization(self, name: str) -> str:
         """Return the name of quantized weights."""

@@ -184,7 +184,9 @@ class Speed(FrozenModel):
     """Execution options of the components that run in PyTorch, with reasons.
 
     Attributes:
-        attention: the attention kernel of the transformers, one of `request.ATTENTIONS` except "auto".
+        attention: the attention kernel of the transformers, one of `request.ATTENTIONS` except "auto" and "sol".
+        sparse_tau: the threshold of sparse attention, which takes the kernel's place except where attention stays exact
+            (`core.sparse_attention`); `None` for none.
         attention_reason, compiled_reason: why; `None` in `EAGER`.
         compiled: whether the transformers' blocks, and the VAE's operations between convolutions, are compiled.
         text_kept: whether every block's keys and values of the text are cached across steps.
@@ -196,6 +198,7 @@ class Speed(FrozenModel):
     """
 
     attention: str = "native"
+    sparse_tau: float | None = None
     attention_reason: Fact | None = None
     compiled: bool = False
     compiled_reason: Fact | None = None

@@ -19,6 +19,7 @@ from runtime.core.loras import Lora
 from runtime.core.request_fields import (
     ALL,
     AUTO,
+    AttentionKernel,
     Auto,
     Backends,
     Choice,
@@ -32,6 +33,7 @@ from runtime.core.request_fields import (
     UpscalerName,
     VideoFile,
 )
+from runtime.core.sparse_attention import SOL, TAU
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, STRENGTHS, TAYLORSEER
 
 __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
@@ -74,6 +76,7 @@ ATTENTIONS: Final = {
     "flash4": "FlashAttention 4",
     "sage": "SageAttention, 8 bit",
     "fp8": "cuDNN, FP8",
+    SOL: "Sol-Attn, sparse",
 }
 COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always"}
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -373,13 +376,15 @@ class GenerationRequest(FrozenModel):
     ] = NONE
     attention: Annotated[
         str,
-        Choice(
+        AttentionKernel(
             label="Attention",
-            help="The attention kernel of the transformers in PyTorch. The 8-bit kernels sage and fp8 are faster, less "
-            "exact, and never selected automatically.",
+            help="The attention kernel of the transformers in PyTorch. The 8-bit kernels sage and fp8 and the sparse "
+            f"kernel {SOL} are faster, less exact, and never selected automatically. A higher threshold, as in "
+            f"{SOL}:1.5, is faster.",
             group="acceleration",
             flag="--attention",
-            unset="the fastest exact one",
+            metavar="|".join((*list(ATTENTIONS)[1:-1], f"{SOL}[:TAU]")),
+            unset=f"the fastest exact one; TAU {TAU:g}",
             docs="speed.md",
             choices=ATTENTIONS,
         ),

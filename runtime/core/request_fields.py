@@ -21,6 +21,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
 from runtime.core.images import parse_reference
 from runtime.core.loras import EXPERTS, MAX_LORAS, MAX_WEIGHT, Lora, read_loras
+from runtime.core.sparse_attention import SOL, is_sparse, read_sparse
 from runtime.core.step_cache import STRENGTHS, read_step_cache
 
 AUTO: Literal["auto"] = "auto"
@@ -227,6 +228,21 @@ class Choice(RequestField):
     def json_schema(self) -> JsonSchemaValue:
         """Return the values."""
         return {"enum": list(self.choices)}
+
+
+@dataclass(frozen=True)
+class AttentionKernel(Choice):
+    """A kernel of attention; a threshold can follow that of sparse attention, see `core.sparse_attention`."""
+
+    def check(self, name: str, value: object) -> str:
+        """Return the kernel, with its threshold where one is given."""
+        if isinstance(value, str) and is_sparse(value):
+            return read_sparse(name, value)
+        return super().check(name, value)
+
+    def json_schema(self) -> JsonSchemaValue:
+        """Return the kernels, and the pattern of sparse attention with a threshold."""
+        return {"anyOf": [super().json_schema(), {"pattern": f"^{SOL}:[0-9.]+$"}]}
 
 
 @dataclass(frozen=True)

@@ -138,9 +138,9 @@ def discard_compiled_code() -> None:
 
 
 def _signature(arguments: Any) -> Any:
-    """Return the main properties of the arguments that compiled code depends on: shapes, dtypes and devices."""
+    """Return what compiled code depends on: shapes, dtypes, devices, and of a block the attention kernel."""
     if isinstance(arguments, torch.Tensor):
         return (tuple(arguments.shape), arguments.dtype, arguments.device)
     if isinstance(arguments, tuple | list):
         return tuple(map(_signature, arguments))
-    return type(arguments)
+    return type(arguments), getattr(arguments, "attend", None)

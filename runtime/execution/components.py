@@ -54,8 +54,13 @@ class Denoiser(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the velocity with each of two texts; arguments and results are those of two calls."""
 
-    def reset_cache(self) -> None:
-        """Discard values cached in earlier steps."""
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """Prepare for the passes of a step.
+
+        Args:
+            fresh: whether values cached in earlier steps are discarded.
+            exact: whether sparse attention is not used.
+        """
 
 
 class PyTorchDenoiser(Denoiser, Protocol):

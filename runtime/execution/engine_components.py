@@ -184,8 +184,8 @@ class EngineDenoiser:
         self._engines = EngineWithFallback(engines, fall_back)
         self._timesteps = timesteps
 
-    def reset_cache(self) -> None:
-        """See `Denoiser`; neither an engine nor its fallback caches anything."""
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """See `Denoiser`; neither an engine nor its fallback has a step cache or sparse attention."""
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED

@@ -17,8 +17,9 @@ from runtime.core.cancel import Cancel
 from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
+from runtime.core.sparse_attention import kernel_of
 from runtime.engines.service import EngineService, OpenEngines
-from runtime.execution.attention import OF_PACKAGES, problem, with_usable_attention
+from runtime.execution.attention import OF_PACKAGES, kernels_of, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
@@ -226,10 +227,13 @@ class Residency:
         """Import the compiler and the attention kernel's package on a thread, if components in PyTorch need them."""
         plan, width = job.plan, spec.transformer.attention_head_dim
         work: list[Callable[[], object]] = [import_compiler] if plan.speed.compiled and names else []
-        if plan.speed.attention in OF_PACKAGES and plan.split is None:
+        if plan.split is None:
             parts = [plan.components[name] for name in names if is_transformer(name)]
             work += [
-                partial(_check_attention, plan.speed.attention, part.device, part.dtype, width) for part in parts[:1]
+                partial(_check_attention, kind, part.device, part.dtype, width)
+                for part in parts[:1]
+                for kind in kernels_of(plan.speed).values()
+                if kernel_of(kind) in OF_PACKAGES
             ]
         if work:
             self._keep_compiled(job)
@@ -489,9 +493,9 @@ def compute_as_planned(
     An attention kernel that cannot be used is reported and replaced.
     """
     head_width = spec.transformer.attention_head_dim
-    speed, reason = with_usable_attention(job.plan.speed, part.device, denoiser.dtype, head_width)
-    if reason is not None:
-        job.on_degraded(name, "attention", reason)
+    speed, problems = with_usable_attention(job.plan.speed, part.device, denoiser.dtype, head_width)
+    for field, reason in problems.items():
+        job.on_degraded(name, field, reason)
     denoiser.compute(speed, partial(job.on_degraded, name), engines)
 
 

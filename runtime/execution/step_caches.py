@@ -41,7 +41,7 @@ class Sharing(Protocol):
 
 
 class StepCaching:
-    """The part of a PyTorch denoiser that reuses values across steps; see `execution.components.PyTorchDenoiser`."""
+    """The part of a PyTorch denoiser that differs from step to step; see `execution.components.PyTorchDenoiser`."""
 
     pairs: bool = False
     _module: Any
@@ -63,8 +63,14 @@ class StepCaching:
             finally:
                 self._caches = False
 
-    def reset_cache(self) -> None:
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
         """See `execution.components.Denoiser`."""
+        self._module.kernels.exact = exact
+        if fresh:
+            self.reset_cache()
+
+    def reset_cache(self) -> None:
+        """Discard values cached in earlier steps."""
         if self._caches:
             reset_step_cache(self._module)
 

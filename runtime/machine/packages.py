@@ -98,6 +98,7 @@ PACKAGES = (
         "nvidia-cudnn-frontend", "cuDNN frontend", ("nvidia-cudnn-frontend",), "cudnn", "attention in FP8",
     ),
     Package("sageattention", "SageAttention", ("sageattention",), "sageattention", "faster attention by it"),
+    Package("comfy-kitchen", "Comfy Kitchen", ("comfy-kitchen",), "comfy_kitchen", "sparse attention"),
 )  # fmt: skip
 
 

@@ -436,4 +436,5 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
         for name, part in plan.components.items()
     ]
     settings = [plan.request.backend(name) for name in plan.components], plan.request.attention, plan.request.compile
-    return parts, settings, plan.strategy, plan.speed.attention, plan.speed.compiled, plan.split
+    speed = plan.speed
+    return parts, settings, plan.strategy, speed.attention, speed.sparse_tau, speed.compiled, plan.split

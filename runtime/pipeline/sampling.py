@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.core.sparse_attention import exact_steps
 from runtime.core.step_cache import uses
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
 from runtime.execution.decoded_frames import fetched
@@ -105,6 +106,7 @@ class Step:
         expert: the transformer that runs it: "transformer" or "transformer_2".
         guidance_scale: the guidance scale of that transformer.
         fresh: whether the step starts with an empty step cache, so that sampling can be resumed before it.
+        exact: whether sparse attention is not used.
         embedded_guidance: scalar tensor like `timestep`, 1000 times the guidance scale that the transformer takes as an
             input; `None` if it takes none.
         noise_seed: see `advanced`.
@@ -116,6 +118,7 @@ class Step:
     guidance_scale: float
     noise_seed: int
     fresh: bool = True
+    exact: bool = False
     embedded_guidance: torch.Tensor | None = None
 
     @property
@@ -229,8 +232,9 @@ def get_schedule(
     low = plan.guidance_scale if plan.guidance_scale_2 is None else plan.guidance_scale_2
     scales = {"transformer": plan.guidance_scale, "transformer_2": low}
     cached = uses(plan.step_cache, experts, plan.mag_ratios)
+    exact = exact_steps(plan.steps) - plan.skipped_steps
     return [
-        Step(timestep, sigma, expert, scales[expert], noise_seed(plan.seed, index), use.fresh, embedded)
+        Step(timestep, sigma, expert, scales[expert], noise_seed(plan.seed, index), use.fresh, index < exact, embedded)
         for index, (timestep, sigma, expert, use) in enumerate(zip(timesteps, sigmas, experts, cached, strict=False))
     ]
 
@@ -303,8 +307,7 @@ def denoise(
                 cancel.check_pause()
                 step = steps[index]
                 started = time.perf_counter()
-                if step.fresh:
-                    denoiser.reset_cache()
+                denoiser.begin_step(fresh=step.fresh, exact=step.exact)
                 velocity = _guided(denoiser, latents, step, conditioning, cancel)
                 estimate = latents - step.sigma * velocity
                 latents = advanced(scheduler, velocity, step.timestep, latents, step.noise_seed)

@@ -17,6 +17,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError
 from runtime.core.plan import ExecutionPlan
+from runtime.core.sparse_attention import exact_steps
 from runtime.execution.components import UNPROMPTED, SectionDenoiser, SectionInputs
 from runtime.models.sections import HISTORY, HISTORY_1X, HISTORY_2X, HISTORY_4X, Section, Sections
 from runtime.models.spec import ModelSpec
@@ -253,6 +254,7 @@ def denoise_section(
     for index in range(progress.steps, video.steps):
         cancel.check_pause()
         started, timestep = time.perf_counter(), scheduler.timesteps[index]
+        denoiser.begin_step(fresh=True, exact=index < exact_steps(video.steps))
         velocity = _guided(denoiser, latents, timestep, prompts, video.conditioning.true_guidance_scale, cancel)
         estimate = latents - scheduler.sigmas[index] * velocity
         latents = advanced(scheduler, velocity, timestep, latents, noise_seed(video.seed, section.index, index))

@@ -14,6 +14,7 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH
 from runtime.core.request import AUTO
+from runtime.core.sparse_attention import SOL, kernel_of
 from runtime.core.step_cache import NONE
 from runtime.machine.compatibility import compiler_problem, cuda_problem, tensorrt_rtx_problem, torch_tensorrt_problem
 from runtime.machine.probe import Machine
@@ -319,12 +320,13 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = {
     "flash4": AttentionKernel(HOPPER, "flash-attn-4"),
     "sage": AttentionKernel(BF16_CAPABILITY, "sageattention", exact=False),
     "fp8": AttentionKernel(HOPPER, "nvidia-cudnn-frontend", exact=False),
+    SOL: AttentionKernel(BF16_CAPABILITY, "comfy-kitchen", exact=False),
 }
 
 
 def attention_conflict(name: str, machine: Machine) -> Conflict | None:
-    """Return why an attention kernel does not run on this machine, `None` if it does."""
-    kernel = ATTENTION_KERNELS[name]
+    """Return why a request's attention does not run on this machine, `None` if it does."""
+    kernel = ATTENTION_KERNELS[kernel_of(name)]
     if name == "native":
         return None
     problem = cuda_problem(machine)

@@ -11,6 +11,7 @@ from runtime.core.estimates import MemoryStrategy, Seconds, basis
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
 from runtime.core.request import AUTO
+from runtime.core.sparse_attention import HEAD_WIDTH, LEAST_TOKENS, is_sparse, tau_of
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec, attention_flops
@@ -50,12 +51,16 @@ def shared_options(inputs: ForecastInputs) -> Speed:
         reason = Fact("planner.engines_compute")
         return Speed(attention_reason=reason, compiled_reason=reason, channels_last=channels_last)
     attention, reason = choose_attention(inputs)
+    sparse_tau = None
+    if is_sparse(inputs.request.attention) and workload.tokens >= LEAST_TOKENS:
+        sparse_tau = tau_of(inputs.request.attention)
     guided = inputs.calls["text_encoder"] > 1
     size = text_bytes(workload.spec, _dtype(inputs), texts=2 if guided else 1)
     keep_text = size <= _TEXT_SHARE * inputs.free_bytes and "text_kept" not in lacks
     apart = bool(inputs.in_blocks) or _passes_apart(inputs) or "paired" in lacks
     return Speed(
         attention=attention,
+        sparse_tau=sparse_tau,
         attention_reason=reason,
         text_kept=keep_text,
         text_bytes=size if keep_text else 0,
@@ -99,35 +104,61 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
             fused=inputs.workload.cuda and resident and not inputs.in_blocks and "fused" not in lacks,
         )
         single = inputs.workload.cuda and resident and not _passes_apart(inputs) and "graphed" not in lacks
+        # A graph would replay the kernels of the step in which it was recorded.
+        single = single and base.sparse_tau is None
         base = base.replace(graphed=single and _launch_bound(inputs, strategy, base))
     compiled, reason, seconds, against = (_compiled if inputs.in_pytorch else _decoder_compiled)(inputs, strategy, base)
     return base.replace(compiled=compiled, compiled_reason=reason), seconds if compiled else _NOTHING, against
 
 
 def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
-    """Return the attention kernel and the reason.
+    """Return the attention kernel and the reason; with sparse attention, the kernel where attention stays exact.
 
     Raises:
-        InvalidRequestError, MachineError: if the requested kernel cannot run on this machine.
+        InvalidRequestError, MachineError: if the requested kernel cannot run on this machine, or with this model.
     """
-    requested, dtype = inputs.request.attention, _dtype(inputs)
-    if requested == "native":
-        return requested, Fact("planner.attention_asked", {"attention": requested})
-    if requested != AUTO:
-        against = constraints.attention_conflict(requested, inputs.machine)
-        if against is not None:
-            usable = against.fact.code != "machine.no_gpu"
-            code = "planner.attention_unavailable" if usable else "planner.attention_needs_gpu"
-            raise MachineError(code, attention=requested, cause=against.fact)
-        if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
-            raise InvalidRequestError(
-                "attention",
-                "planner.attention_needs_16bit",
-                attention=requested,
-                model=inputs.workload.spec.title,
-                dtype=dtype,
-            )
-        return requested, Fact("planner.attention_asked", {"attention": requested})
+    requested = inputs.request.attention
+    if requested not in {AUTO, "native"}:
+        _check_attention(requested, inputs)
+    if not is_sparse(requested):
+        if requested != AUTO:
+            return requested, Fact("planner.attention_asked", {"attention": requested})
+        return _fastest_exact(inputs)
+    exact, _ = _fastest_exact(inputs)
+    tokens = inputs.workload.tokens
+    if tokens < LEAST_TOKENS:
+        return exact, Fact("planner.sparse_short", {"exact": exact, "tokens": tokens, "least": LEAST_TOKENS})
+    data = {"attention": requested, "tau": tau_of(requested), "exact": exact}
+    return exact, Fact("planner.sparse_asked", data)
+
+
+def _check_attention(requested: str, inputs: ForecastInputs) -> None:
+    """Check that a requested kernel runs on this machine and with this model."""
+    against = constraints.attention_conflict(requested, inputs.machine)
+    if against is not None:
+        usable = against.fact.code != "machine.no_gpu"
+        code = "planner.attention_unavailable" if usable else "planner.attention_needs_gpu"
+        raise MachineError(code, attention=requested, cause=against.fact)
+    dtype, spec = _dtype(inputs), inputs.workload.spec
+    if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
+        raise InvalidRequestError(
+            "attention", "planner.attention_needs_16bit", attention=requested, model=spec.title, dtype=dtype
+        )
+    width = spec.transformer.attention_head_dim
+    if is_sparse(requested) and width != HEAD_WIDTH:
+        raise InvalidRequestError(
+            "attention",
+            "planner.sparse_head_width",
+            attention=requested,
+            model=spec.title,
+            width=width,
+            needs=HEAD_WIDTH,
+        )
+
+
+def _fastest_exact(inputs: ForecastInputs) -> tuple[str, Fact]:
+    """Return the fastest exact attention kernel, measured or usual, and the reason."""
+    dtype = _dtype(inputs)
     if not inputs.workload.cuda:
         return "native", Fact("planner.attention_on_cpu")
     if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:

@@ -7,11 +7,12 @@ operations over the device's rate, with a range. Engines are chosen by the same 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isclose
+from math import erfc, isclose, sqrt
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
 from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.sparse_attention import BLOCK, TAU, exact_share
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import (
@@ -139,6 +140,10 @@ _CHILD_SECONDS = 5.0
 _COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.17, "fp8": 1.515}
 # Attention kernels against PyTorch's own.
 _ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
+# Sparse attention with a threshold of 1: its seconds as a share of those of PyTorch's own, which falls to the first
+# number with more tokens. Fitted to 17.0 ms at 32,760 tokens and 80.8 ms at 75,600; FlashAttention 4 took 32.6 and
+# 177 ms. Other thresholds were not measured: the first number is taken to grow with the attended share of the blocks.
+_SPARSE_SHARE, _SPARSE_TOKENS = 0.348, 2670.0
 # The VAE's Triton kernels in 16 bits, for all convolutions or only between cuDNN's, and in float32.
 _DECODER_SPEEDUP_ALL, _DECODER_SPEEDUP_BETWEEN, _DECODER_SPEEDUP_FLOAT32 = 2.13, 1.505, 1.36
 
@@ -230,8 +235,8 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     speedup = 1.0
     if inputs.backends[name] == PYTORCH and speed.compiled and not like.compiled:
         speedup *= _compiled_speedup(inputs, strategy, name)
-    if name in inputs.loaded and speed.attention != like.attention:
-        speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
+    if name in inputs.loaded:
+        speedup *= attention_speedup(speed, workload) / attention_speedup(like, workload)
     return call if speedup == 1.0 else replace(call * (1 / speedup), measured=False, inferred=False)
 
 
@@ -267,7 +272,7 @@ def _similar_call(
     inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
 ) -> tuple[Speed, Seconds] | None:
     """Return the most similar options of PyTorch with which earlier jobs measured a call, and its seconds."""
-    for like in (speed.replace(compiled=False), EAGER):
+    for like in (speed.replace(compiled=False), speed.replace(sparse_tau=None), EAGER):
         call = _ran_call(inputs, strategy, name, like)
         if call is not None:
             return like, call
@@ -305,7 +310,7 @@ def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
         quantization=strategy.quantization if transformer else "none",
         as_measured=usual,
         usual_attention=not transformer or not workload.cuda or request.attention == AUTO,
-        attention_seconds=attention_seconds(inputs, workload.dtypes[name], speed.attention) if transformer else 0.0,
+        attention_seconds=attention_seconds(inputs, workload.dtypes[name], speed) if transformer else 0.0,
         faster=1 / placement.faster_by_split(Seconds(1, 1, 1), workload.split, name).likely,
     )
 
@@ -351,7 +356,7 @@ def attention_between(inputs: ForecastInputs, _: MemoryStrategy, name: str, spee
     workload = inputs.workload
     if not workload.in_blocks(name):
         return 0.0
-    alone = attention_seconds(inputs, workload.dtypes[name], speed.attention)
+    alone = attention_seconds(inputs, workload.dtypes[name], speed)
     return placement.faster_by_split(Seconds(alone, alone, alone), workload.split, name).likely
 
 
@@ -396,26 +401,27 @@ def measured_alone(likely: float) -> Seconds:
     return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, inferred=True)
 
 
-def attention_seconds(inputs: ForecastInputs, dtype: str, kernel: str) -> float:
+def attention_seconds(inputs: ForecastInputs, dtype: str, speed: Speed) -> float:
     """Return the seconds of the attention in one forward pass on one GPU: measured on this machine, else estimated."""
     workload, spec = inputs.workload, inputs.workload.spec
     flops = attention_flops(spec, workload.tokens)
     # Cross-attention, in proportion.
     calls = spec.transformer.num_layers * (1 + spec.max_sequence_length / workload.tokens)
     device = history.device_name(inputs.machine, workload.device)
-    measured = history.attention_seconds(inputs.history, device, dtype, flops).get(kernel)
+    measured = history.attention_seconds(inputs.history, device, dtype, flops).get(speed.attention)
+    share = _attention_share(speed, workload)
     if measured is not None:
-        return calls * measured.likely
+        return calls * measured.likely * share / _attention_share(speed.replace(sparse_tau=None), workload)
     if not workload.cuda:
         return calls * flops / (_CORE_RATE * inputs.machine.cores)
     rate, _, slower, _ = _rates(inputs.machine.gpu_of(workload.device), dtype)
-    return calls * flops / (_MATRIX_SHARE * rate * slower * _ATTENTION_SPEEDUP.get(kernel, 1.0))
+    return calls * flops / (_MATRIX_SHARE * rate * slower) * share
 
 
 def _in_blocks(inputs: ForecastInputs, name: str, speed: Speed) -> Seconds:
     """Return the seconds of one forward pass on measured block engines, with attention between them."""
     workload = inputs.workload
-    likely = workload.engine_seconds[name] + attention_seconds(inputs, workload.dtypes[name], speed.attention)
+    likely = workload.engine_seconds[name] + attention_seconds(inputs, workload.dtypes[name], speed)
     return Seconds(likely, _ENGINE[0] * likely, _ENGINE[1] * likely, measured=True)
 
 
@@ -612,12 +618,28 @@ def compiled_speedup(quantization: str) -> float:
     return _COMPILED_SPEEDUP.get(quantization, 1.0)
 
 
-def attention_speedup(kind: str, spec: ModelSpec, tokens: int) -> float:
-    """Return the estimated speedup of a transformer by an attention kernel, against PyTorch's own attention."""
-    transformer = spec.transformer
-    whole = transformer.forward_flops(tokens, spec.max_sequence_length)
-    share = transformer.num_layers * attention_flops(spec, tokens) / whole
-    return 1 / (1 - share + share / _ATTENTION_SPEEDUP.get(kind, 1.0))
+def attention_speedup(speed: Speed, workload: Workload) -> float:
+    """Return the estimated speedup of a transformer by its attention kernels, against PyTorch's own attention."""
+    spec, tokens = workload.spec, workload.tokens
+    whole = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
+    share = spec.transformer.num_layers * attention_flops(spec, tokens) / whole
+    return 1 / (1 - share + share * _attention_share(speed, workload))
+
+
+def _attention_share(speed: Speed, workload: Workload) -> float:
+    """Return the estimated seconds of attention as a share of those of PyTorch's own, over all steps of a video."""
+    exact = 1 / _ATTENTION_SPEEDUP.get(speed.attention, 1.0)
+    if speed.sparse_tau is None:
+        return exact
+    attended = _attended(speed.sparse_tau) / _attended(TAU)
+    sparse = _SPARSE_SHARE * attended + _SPARSE_TOKENS / workload.tokens
+    share = exact_share(workload.spec.transformer.num_layers)
+    return share * exact + (1 - share) * sparse
+
+
+def _attended(tau: float) -> float:
+    """Return the share of keys that a block of queries attends to: exactly, of Gaussian scores, and by pooled terms."""
+    return erfc(tau / sqrt(2)) / 2 + 1 / BLOCK
 
 
 def decoder_speedup(dtype: str, outputs: int, capability: tuple[int, int]) -> float:

@@ -12,6 +12,7 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan, Speed
+from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
@@ -184,6 +185,8 @@ def history_tag(speed: Speed, component: str) -> str:
         return ""
     else:
         kernel = {} if speed.attention == "native" else {speed.attention: True}
+        if speed.sparse_tau is not None:
+            kernel[f"{SOL}:{speed.sparse_tau:g}"] = True
         options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
     return " ".join(name for name, used in options.items() if used)
 

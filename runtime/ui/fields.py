@@ -13,6 +13,7 @@ from runtime.core.loras import MAX_LORAS, Lora, parse_lora, read_loras
 from runtime.core.request import COMPONENTS, FIELDS, GenerationRequest
 from runtime.core.request_fields import (
     AUTO,
+    AttentionKernel,
     Backends,
     Choice,
     ImageFile,
@@ -87,7 +88,7 @@ def shown(name: str, stored: Any) -> Any:
     declared = FIELDS[name]
     if isinstance(declared, Prompt):
         return stored if isinstance(stored, str) else None
-    if isinstance(declared, Choice):
+    if isinstance(declared, Choice) and not isinstance(declared, AttentionKernel):
         return _choice(stored, tuple(declared.choices))
     if isinstance(declared, Loras):
         return loras_text(stored)
@@ -97,7 +98,7 @@ def shown(name: str, stored: Any) -> Any:
         value = getattr(GenerationRequest(**{"prompt": "none", name: read(name, stored)}), name)
     except InvalidRequestError:
         value = GenerationRequest.model_fields[name].default
-    if isinstance(declared, StepCache | UpscalerName):
+    if isinstance(declared, AttentionKernel | StepCache | UpscalerName):
         return value
     if isinstance(declared, ImageFile):
         return value or ""

@@ -15,7 +15,8 @@ from runtime.core.facts import Fact, capitalized, short
 from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
 from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, INTERPOLATIONS, LOOPS, OFF, UPSCALES, GenerationRequest
-from runtime.core.request_fields import AUTO, Choice, StepCache
+from runtime.core.request_fields import AUTO, AttentionKernel, Choice, StepCache
+from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
 from runtime.core.units import about, counted, latency, memory_size, significant
 from runtime.engines.builders import builders_of
@@ -42,6 +43,8 @@ _FINEST_SECONDS = 0.1
 _VAE_EFFECT = f"PSNR to float32: {VAE_PSNR['bfloat16']} dB with bfloat16, {VAE_PSNR['float16']} dB with float16."
 # Strengths of step caches that can be chosen; the effect of each was measured (bench/step_cache.md).
 _STRENGTHS = {FIRST_BLOCK: (0.05, 0.1, 0.2), MAGCACHE: (0.03, 0.12, 0.24), TAYLORSEER: (3, 4)}
+# Thresholds of sparse attention that can be chosen, besides the default.
+_TAUS = (0.5, 1.5)
 # Strategies whose times differ less count as equally fast.
 _SLOWER = 1.05
 
@@ -436,6 +439,8 @@ def _titles(name: str, machine: Machine) -> dict[str, str]:
         for kind, strengths in _STRENGTHS.items():
             titles |= {f"{kind}:{strength:g}": f"{declared.choices[kind]}, {strength:g}" for strength in strengths}
         return titles
+    if isinstance(declared, AttentionKernel):
+        return dict(declared.choices) | {f"{SOL}:{tau:g}": f"{declared.choices[SOL]}, {tau:g}" for tau in _TAUS}
     if isinstance(declared, Choice):
         return dict(declared.choices)
     count = len(usable_gpus(machine))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from runtime.core.request import ATTENTIONS
 from runtime.execution import attention as attention_module
-from runtime.execution.attention import attention, problem
+from runtime.execution.attention import attention, problem, sparse_kernel
 from runtime.execution.fp8_attention import attend_fp8, scale_for
 from runtime.models.row_operations import to_fp8
 
@@ -70,11 +70,11 @@ def test_quantized_values_use_the_range_of_e4m3() -> None:
     assert torch.isfinite(scale)
 
 
-@pytest.mark.parametrize("kind", list(ATTENTIONS)[1:])
+@pytest.mark.parametrize("kind", [*list(ATTENTIONS)[1:-1], sparse_kernel(1.0)])
 def test_each_kernel_is_checked_before_use(kind: str) -> None:
     why = problem(kind, "cpu", torch.bfloat16, WIDTH)
-    # On a CPU, PyTorch has flash attention, and FP8 is emulated.
-    runs = kind in {"native", "flash", "fp8"}
+    # On a CPU, PyTorch has flash attention, and FP8 and sparse attention are emulated.
+    runs = kind in {"native", "flash", "fp8", sparse_kernel(1.0)}
     assert (why is None) is runs, why
     if why is not None:
         assert why.code == "execution.attention_unavailable"

@@ -118,6 +118,29 @@ def test_fp8_attention_rounds_as_in_one_process(
         torch.testing.assert_close(shared.part(latents, timestep, text), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("architecture", "size"), [("wan2.1", (4, 20, 22)), ("hunyuan-video", (3, 22, 26))])
+def test_sparse_attention_equals_that_of_one_process(
+    architecture: str, size: tuple[int, int, int], tiny: Tiny, two_processes: GroupManager
+) -> None:
+    spec, speed = tiny(architecture), Speed(sparse_tau=1.0)
+    latents, text, timestep = latents_of(spec, size), texts()[0], torch.tensor(500)
+    if architecture == "hunyuan-video":
+        text, timestep = text[:, :90], torch.tensor([500.0, 6000.0])
+    local = components_of(spec).denoiser(load_module(spec, "transformer", PART))
+    exact = local(latents, timestep, text)
+    local.compute(speed)
+    sparse = local(latents, timestep, text)
+    assert (sparse - exact).abs().max() > 1e-4
+    with closing(two_processes.load(TWO, spec, "transformer", PART, not_cancelled, speed)) as shared:
+        assert isinstance(shared.part, SharedDenoiser)
+        torch.testing.assert_close(shared.part(latents, timestep, text), sparse, rtol=0, atol=1e-5)
+        shared.part.begin_step(fresh=True, exact=True)
+        torch.testing.assert_close(shared.part(latents, timestep, text), exact, rtol=0, atol=1e-5)
+        shared.part.begin_step(fresh=False, exact=False)
+        torch.testing.assert_close(shared.part(latents, timestep, text), sparse, rtol=0, atol=1e-5)
+
+
 # Two processes attend in 5, 3 and 2 parts.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -173,18 +196,26 @@ def test_a_process_frees_texts_that_are_not_used_any_more(tmp_path: Path, monkey
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     rank = Rank(0, Split(devices=("cpu",), guidance=1, sequence=1, decode=False), tmp_path)
 
-    def denoiser(latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, which: str) -> torch.Tensor:
-        return text
+    class Denoiser:
+        def begin_step(self, *, fresh: bool, exact: bool) -> None:
+            prepared.append((fresh, exact))
 
-    rank._denoisers["transformer"] = cast("Any", denoiser)
+        def __call__(
+            self, latents: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, which: str
+        ) -> torch.Tensor:
+            return text
+
+    prepared: list[tuple[bool, bool]] = []
+    rank._denoisers["transformer"] = cast("Any", Denoiser())
     latents, timestep = torch.zeros(1), torch.tensor(500)
     steps: list[tuple[list[int], list[int], list[int]]] = [([0, 1], [0, 1], []), ([1, 2], [2], [0])]
     for numbers, new, forget in steps:
-        task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False}
+        task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False, "exact": True}
         embeddings = [torch.tensor([number]) for number in new]
         _, results = rank.forward({**task, "new": new, "forget": forget}, [latents, timestep, *embeddings])
         assert [int(result) for result in results] == numbers
         assert sorted(rank._texts) == numbers
+    assert prepared == [(False, True)] * 2
 
 
 def test_each_text_is_sent_once_and_two_are_kept() -> None:

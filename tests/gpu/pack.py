@@ -7,8 +7,9 @@ For Linux on x86-64 with Python 3.12 where PyTorch for CUDA 13, transformers and
 FOLDER then holds GROUP.tar.xz.00, .01, …, none larger than the flag allows. Source `unpack.sh` with all or some of the
 parts in the same folder: parts that arrived earlier are kept in $TANDEM_THERE (/tmp/tandem-there), a group is unpacked
 once it is complete, and PYTHONPATH is set. `base` is what every script in bench/gpu imports, `video` is ffmpeg,
-`flash4` FlashAttention 4 and `cluster` what a cluster's head and nodes need besides. All are packed by default, in the
-versions of requirements*.txt. Requirements that are neither packed nor known to be installed there are listed.
+`flash4` FlashAttention 4, `sol` the kernels of sparse attention for NVIDIA GPUs and `cluster` what a cluster's head
+and nodes need besides. All are packed by default, in the versions of requirements*.txt. Requirements that are neither
+packed nor known to be installed there are listed.
 """
 
 import argparse
@@ -39,6 +40,7 @@ GROUPS: Mapping[str, str] = {
     "video": "imageio-ffmpeg",
     "flash4": "flash-attn-4 quack-kernels torch-c-dlpack-ext nvidia-cutlass-dsl "
     "nvidia-cutlass-dsl-libs-cu13 nvidia-cutlass-dsl-libs-base nvidia-cutlass-dsl-libs-core",
+    "sol": "comfy-kitchen",
     "cluster": "ray fastapi starlette uvicorn python-multipart orjson opentelemetry-api jsonschema "
     "jsonschema-specifications referencing rpds-py msgpack",
 }
@@ -51,6 +53,7 @@ LEFT_OUT = {
     "base": r"/stubs/|__pycache__|^test/|\.a$|bitsandbytes/lib\w+(?<!_cuda130)(?<!_cpu)\.so|imageio_ffmpeg/binaries/ff",
     "video": r"imageio_ffmpeg/(?!binaries/ff)|dist-info",
     "flash4": r"/stubs/|__pycache__|^test/|\.a$",
+    "sol": r"__pycache__|^comfy_kitchen/backends/hip/",
     "cluster": r"__pycache__|^ray/(jars|rllib|dashboard/client|data|serve|train|tune|llm|cpp)/",
 }
 

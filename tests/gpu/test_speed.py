@@ -95,7 +95,7 @@ def test_unavailable_options_are_reported() -> None:
     assert not job.fallen
 
 
-@pytest.mark.parametrize("kind", list(ATTENTIONS)[1:])
+@pytest.mark.parametrize("kind", list(ATTENTIONS)[1:-1])
 def test_attention_kernels_agree(kind: str) -> None:
     why = problem(kind, "cuda:0", torch.bfloat16, 128)
     if why is not None:

@@ -278,7 +278,6 @@ class Computed:
 
     pairs = False
     pair: Any = None
-    reset_cache: Any = None
 
     def __init__(
         self,
@@ -286,6 +285,12 @@ class Computed:
         unprompted: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._compute, self._unprompted = compute, unprompted or compute
+
+        self.exact: list[bool] = []
+
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """Record which steps are exact."""
+        self.exact.append(exact)
 
     def see(self, inputs: Any) -> None:
         """Ignore what a section is sampled from."""
@@ -423,6 +428,19 @@ def test_guidance_leads_away_from_the_negative_prompt(reference: HunyuanVideoFra
     torch.testing.assert_close(history(both, negative, 3.0), history(guided, None, 1.0))
     for negative_prompt, scale in ((negative, 1.0), (None, 3.0)):
         assert torch.equal(history(both, negative_prompt, scale), history(halved, None, 1.0))
+
+
+def test_the_first_fifth_of_each_sections_steps_is_exact(reference: HunyuanVideoFramepackPipeline) -> None:
+    sections, transformer = Sections(2, VANILLA, WINDOW), Computed(lambda latents: latents / 2)
+    conditioning, progress = made_of_zeros(sections)
+    video = SectionedVideo(sections, conditioning, reference.scheduler, 6, 0)
+
+    def decode(latents: torch.Tensor) -> torch.Tensor:
+        return latents.new_zeros((latents.shape[2] - 1) * 4 + 1, 2, 2, 3)
+
+    made = finished_sections(video, progress, lambda: nullcontext(transformer), lambda: nullcontext(decode), Cancel())
+    assert len(list(made)) == 2
+    assert transformer.exact == [True, True, False, False, False, False] * 2
 
 
 def test_a_video_is_made_from_what_was_encoded(tiny: Callable[[str], ModelSpec]) -> None:

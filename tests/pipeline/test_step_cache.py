@@ -8,6 +8,7 @@ import pytest
 import torch
 from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
 
+from runtime.core.images import VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.step_cache import most_reused
 from runtime.execution.residency import Residency
@@ -110,3 +111,13 @@ def test_a_cache_is_reset_before_resumable_steps(architecture: str, expected: se
     assert {done for done in range(21) if resumable_after(steps, done)} == expected | second | {20}
     without = get_schedule(plan.replace(step_cache="none"), load_scheduler(spec), spec.boundary_ratio)
     assert all(resumable_after(without, done) for done in range(21))
+
+
+@pytest.mark.parametrize(("skipped", "exact"), [(0, "xxxx" + 16 * "."), (3, "x" + 16 * "."), (5, 15 * ".")])
+def test_the_first_fifth_of_a_schedule_is_exact(skipped: int, exact: str, tiny: Tiny) -> None:
+    spec = tiny("wan2.2-a14b")
+    video = VideoUse(name="x.mp4", path=Path("x.mp4"), digest="0" * 64, width=64, height=32, fps=8, frames=5)
+    plan = planned(spec, "none", steps=20).replace(video=video, strength=1 - skipped / 20)
+    assert plan.skipped_steps == skipped
+    steps = get_schedule(plan, load_scheduler(spec), spec.boundary_ratio)
+    assert "".join("x" if step.exact else "." for step in steps) == exact

@@ -17,7 +17,10 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
+from runtime.core.sparse_attention import kernel_of
 from runtime.machine.probe import Gpu, Machine
+from runtime.models.catalogue import look_up
+from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.planner import constraints, execution_options, forecast
 from runtime.planner.history import (
@@ -31,6 +34,7 @@ from runtime.planner.history import (
     runs_of,
 )
 from runtime.planner.resolve import PlanningContext, resolve
+from tests.image_files import picture
 from tests.plans import GIB, machine
 from tests.published_specs import spec as true_size
 
@@ -187,7 +191,7 @@ def test_the_fastest_measured_attention_is_used_if_it_is_installed() -> None:
     assert plan(on=both, history=runs, attention="fp8").speed.attention == "fp8"
 
 
-@pytest.mark.parametrize("kind", list(ATTENTIONS)[2:])
+@pytest.mark.parametrize("kind", [*list(ATTENTIONS)[2:], "sol:1.5"])
 def test_an_unavailable_attention_is_refused_with_a_remedy(kind: str) -> None:
     with pytest.raises(MachineError) as refused:
         plan(true_size("wan2.1-1.3b"), machine(), attention=kind, frames=5)
@@ -201,11 +205,11 @@ def test_an_unavailable_attention_is_refused_with_a_remedy(kind: str) -> None:
     assert refused.value.data["cause"] == Fact("planner.attention_gpu_too_old", {"gpu": "Tesla T4"})
 
 
-@pytest.mark.parametrize("kind", ["flash3", "flash4", "sage", "fp8"])
+@pytest.mark.parametrize("kind", ["flash3", "flash4", "sage", "fp8", "sol:2"])
 def test_a_missing_package_is_named(kind: str) -> None:
     against = constraints.attention_conflict(kind, gpu_machine())
     assert against is not None
-    package = constraints.ATTENTION_KERNELS[kind].package
+    package = constraints.ATTENTION_KERNELS[kernel_of(kind)].package
     assert against.fact == Fact("planner.attention_not_installed", {"package": package})
     with pytest.raises(MachineError) as refused:
         plan(attention=kind)
@@ -362,3 +366,102 @@ def test_runs_with_other_options_are_another_kind() -> None:
     del old["kind"]["speed"]
     assert Run.model_validate(old).kind.speed == ""
     assert device_name(here, "cuda:0") == "NVIDIA H200"
+
+
+KITCHEN = (*FLASH4, ("comfy-kitchen", "0.2.40"))
+
+
+def test_sparse_attention_keeps_the_fastest_exact_kernel_for_the_rest() -> None:
+    on = gpu_machine(packages=KITCHEN)
+    decided = plan(on=on, attention="sol:1.5").speed
+    assert (decided.attention, decided.sparse_tau) == ("flash4", 1.5)
+    data = {"attention": "sol:1.5", "tau": 1.5, "exact": "flash4"}
+    assert decided.attention_reason == Fact("planner.sparse_asked", data)
+    assert plan(on=on, attention="sol").speed.sparse_tau == 1.0
+    clip = plan()
+    runs = [measured("cudnn", 0.030, clip), measured("flash4", 0.034, clip), measured("sol", 0.001, clip)]
+    assert plan(on=on, history=runs, attention="sol").speed.attention == "cudnn"
+    assert plan(on=on, history=runs).speed.sparse_tau is None  # never chosen automatically
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "sparse"),
+    [
+        ("wan2.2-a14b", (832, 480, 81), True),
+        ("wan2.2-a14b", (832, 480, 29), True),
+        ("wan2.2-a14b", (832, 480, 25), False),
+        ("wan2.2-a14b", (480, 272, 81), False),
+    ],
+)
+def test_short_sequences_keep_exact_attention(name: str, size: tuple[int, int, int], sparse: bool) -> None:
+    width, height, frames = size
+    asked: dict[str, Any] = {"width": width, "height": height, "frames": frames}
+    decided = plan(true_size(name), gpu_machine(packages=KITCHEN), attention="sol", **asked)
+    assert decided.speed.sparse_tau == (1.0 if sparse else None)
+    reason = decided.speed.attention_reason
+    assert reason is not None
+    assert reason.code == ("planner.sparse_asked" if sparse else "planner.sparse_short")
+    assert sparse or (reason.data["tokens"], reason.data["least"]) == (decided.tokens, 12_288)
+
+
+@pytest.mark.parametrize(("width", "height", "sparse"), [(832, 480, True), (320, 192, False)])
+@pytest.mark.parametrize("name", ["hunyuan-video", "framepack-i2v"])
+def test_other_families_have_sparse_attention(name: str, width: int, height: int, sparse: bool, tmp_path: Path) -> None:
+    model = replace(look_up(name, Path("none")), is_downloaded=True)
+    request = GenerationRequest(prompt="a boat", attention="sol", width=width, height=height)
+    if model.image_input is not None:
+        picture(832, 480).save(tmp_path / "boat.png")
+        request = request.replace(image=str(tmp_path / "boat.png"))
+        model = with_images(model, request, tmp_path, tmp_path)
+    decided = resolve(request, model, PlanningContext(gpu_machine(packages=KITCHEN), Path("x.mp4"))).speed
+    assert decided.sparse_tau == (1.0 if sparse else None)
+
+
+def test_sparse_attention_of_other_heads_is_refused() -> None:
+    narrow = replace(A14B, transformer=replace(A14B.transformer, attention_head_dim=64, num_attention_heads=80))
+    with pytest.raises(InvalidRequestError) as refused:
+        plan(narrow, gpu_machine(packages=KITCHEN), attention="sol")
+    assert (refused.value.field, refused.value.code) == ("attention", "planner.sparse_head_width")
+    assert (refused.value.data["width"], refused.value.data["needs"]) == (64, 128)
+
+
+def test_sparse_attention_combines_with_other_options() -> None:
+    on = gpu_machine(packages=KITCHEN)
+    together = plan(on=on, attention="sol", quantization="fp8", step_cache="taylorseer:2", compile="always")
+    assert together.speed.compiled and together.speed.sparse_tau == 1.0
+    # A recorded graph would replay the kernels of one step.
+    small = replace(A14B, transformer=replace(A14B.transformer, num_layers=1, ffn_dim=128, num_attention_heads=1))
+    asked: dict[str, Any] = {"guidance_scale": 1.0, "frames": 29}
+    graphed = [plan(small, on, attention=kind, **asked).speed.graphed for kind in ("flash4", "sol")]
+    assert graphed == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("size", "milliseconds"), [((832, 480), {"flash4": 32.6, "sol": 17.0}), ((1280, 720), {"flash4": 177, "sol": 80.8})]
+)
+def test_the_speedup_of_sparse_attention_is_that_measured(
+    size: tuple[int, int], milliseconds: dict[str, float]
+) -> None:
+    on = gpu_machine(packages=KITCHEN)
+    width, height = size
+    seconds = {
+        kind: plan(on=on, width=width, height=height, steps=40, attention=kind, compile="always").seconds["denoise"]
+        for kind in milliseconds
+    }
+    # Of 80 passes of 40 blocks, 16 passes are exact, and so is the first block of the others.
+    saved = 64 * 39 * (milliseconds["flash4"] - milliseconds["sol"]) / 1000
+    assert seconds["flash4"].likely - seconds["sol"].likely == pytest.approx(saved, rel=0.2)
+    assert not seconds["sol"].measured
+
+
+def test_estimates_with_sparse_attention_follow_measurements_without() -> None:
+    on = gpu_machine(packages=KITCHEN)
+    asked: dict[str, Any] = {"steps": 40, "compile": "always", "attention": "flash4"}
+    before = plan(on=on, **asked)
+    runs = runs_of(before, before, A14B, on, {"denoise": 800.0}, {})
+    known = plan(on=on, history=runs, **asked).seconds["denoise"]
+    sparse = [
+        plan(on=on, history=runs, **asked | {"attention": f"sol:{tau}"}).seconds["denoise"] for tau in (0.5, 1, 2)
+    ]
+    assert known.likely > sparse[0].likely > sparse[1].likely > sparse[2].likely > 0.4 * known.likely
+    assert history_tag(plan(on=on, **asked | {"attention": "sol:2"}).speed, "transformer") == "compiled flash4 sol:2"

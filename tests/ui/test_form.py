@@ -168,6 +168,15 @@ def test_a_step_cache_is_restored_with_its_strength(models: dict[str, ModelSpec]
         assert form.filled(GOOD | {"step_cache": given}, models)["step_cache"]["value"] == kept
 
 
+def test_attention_is_restored_with_its_threshold(models: dict[str, ModelSpec]) -> None:
+    for given, kept in (("fp8", "fp8"), ("sol", "sol"), ("sol:1.50", "sol:1.5")):
+        assert read(models, attention=given).attention == kept
+        assert form.filled(GOOD | {"attention": given}, models)["attention"]["value"] == kept
+    others: tuple[Any, ...] = ("sol:9", "sol:x", "fp8:1", 7, None, [])
+    for invalid in others:
+        assert form.filled(GOOD | {"attention": invalid}, models)["attention"]["value"] == "auto"
+
+
 def test_prompts_and_seed_do_not_affect_the_plan(models: dict[str, ModelSpec]) -> None:
     values = GOOD | {"prompt": None, "negative_prompt": 7, "seed": "abc"}
     request = form.read_settings([values[name] for name in form.NAMES], models)

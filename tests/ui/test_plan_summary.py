@@ -290,6 +290,10 @@ def test_choices_that_the_machine_lacks_are_disabled_with_the_reason(spec: Model
     measured = replace(spec, mag_ratios={"transformer": (1.0,), "transformer_2": (1.0,)})
     assert '<option value="magcache">MagCache</option>' in options_html({}, machine(), measured)
     assert 'value="group">By block</option>' in options_html({}, GPU, spec)
+    assert f'<option value="sol:0.5" disabled>Sol-Attn, sparse, 0.5: {NO_GPU}</option>' in html
+    kitchen = replace(GPU, packages=(*GPU.packages, ("comfy-kitchen", "0.2.40")))
+    for value, title in (("sol", "Sol-Attn, sparse"), ("sol:1.5", "Sol-Attn, sparse, 1.5"), ("sol:1.25", "sol:1.25")):
+        assert f'<option value="{value}">{title}</option>' in options_html({"attention": "sol:1.25"}, kitchen, spec)
     assert "`" not in html
 
 

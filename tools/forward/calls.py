@@ -96,7 +96,7 @@ def component_call(
 
             def predict(inputs: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
                 # Otherwise a step cache reuses the previous pass.
-                denoiser.reset_cache()
+                denoiser.begin_step(fresh=True, exact=False)
                 yield denoiser(inputs["latents"], inputs["timestep"], inputs["text_embeds"])
 
             yield predict

@@ -109,6 +109,10 @@ MESSAGES: Mapping[str, Message] = {
         "The strength of {field:setting} is {strength}.",
         "Give a whole number from 2 to {most:g}: one step of so many is computed; the default is {default:g}.",
     ),
+    "sparse_attention.tau": Message(
+        "The threshold of {field:setting} is {tau}.",
+        "Give a number from {least:g} to {most:g}; the default is {default:g}.",
+    ),
     # Settings; `source` is a flag, an environment variable or a file.
     "settings.auth_invalid": Message(
         "{source} does not have the form USER:PASSWORD.", "Give both, separated by a colon."

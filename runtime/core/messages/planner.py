@@ -136,6 +136,10 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.attention_needs_16bit": Message(
         "{attention:kernel} needs 16-bit values, and {model} runs in {dtype} here.", "Use {set[attention=native]}."
     ),
+    "planner.sparse_head_width": Message(
+        "{attention:kernel} needs attention heads of {needs} channels, and those of {model} have {width}.",
+        "Use {set[attention=auto]}.",
+    ),
     "planner.compile_unavailable": Message("Blocks cannot be compiled here: {cause:clause}.", "{cause:remedy}"),
     "planner.quantization_unavailable": Message(
         "{quantization:weights} are not available here: {cause:clause}.",
@@ -353,6 +357,13 @@ _REASONS: Mapping[str, Message] = {
     "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),
     "planner.engines_compute": Message("The transformers run on engines."),
     "planner.attention_asked": Message("{attention:kernel}, as requested."),
+    "planner.sparse_asked": Message(
+        "{attention:kernel} with a threshold of {tau:g}, as requested; {exact:kernel} in the first fifth of the steps "
+        "and in the first block."
+    ),
+    "planner.sparse_short": Message(
+        "{exact:kernel}: sparse attention is used from {least} tokens on, and this video has {tokens}."
+    ),
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
     "planner.attention_measured": Message("{attention:kernel}, the fastest: {seconds:latencies}, {basis:badge}."),

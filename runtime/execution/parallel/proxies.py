@@ -29,7 +29,8 @@ def shared_speed(speed: Speed, name: str) -> Speed:
     """Return the options of a plan's `Speed` that apply on several GPUs: no paired passes, no CUDA graphs."""
     if name == "vae":
         return Speed(compiled=speed.compiled, channels_last=speed.channels_last)
-    return Speed(attention=speed.attention, compiled=speed.compiled, text_kept=speed.text_kept, fused=speed.fused)
+    fields = ("attention", "sparse_tau", "compiled", "text_kept", "fused")
+    return Speed(**{field: getattr(speed, field) for field in fields})
 
 
 class SentTexts:
@@ -79,7 +80,7 @@ class SharedDenoiser:
         self._name = name
         self._dtype = dtype
         self._texts = texts
-        self._fresh = False
+        self._fresh = self._exact = False
         self.check = check
 
     @contextmanager
@@ -98,9 +99,9 @@ class SharedDenoiser:
             if self._group.alive:
                 self._group.call("cache", _not_cancelled, name=self._name, step_cache=NONE)
 
-    def reset_cache(self) -> None:
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
         """See `Denoiser`; the processes do it with the next pass."""
-        self._fresh = True
+        self._fresh, self._exact = fresh, exact
 
     def see(self, inputs: SectionInputs) -> None:
         """See `SectionDenoiser`; all processes of a pass see the whole, and share its tokens with those of the text."""
@@ -142,6 +143,7 @@ class SharedDenoiser:
             texts=numbers,
             which=list(texts),
             fresh=fresh,
+            exact=self._exact,
             forget=forgotten,
             new=new,
             tokens=tokens,

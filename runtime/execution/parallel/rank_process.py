@@ -191,9 +191,8 @@ class Rank:
             denoiser = components.denoiser(module)
             dtype = str(denoiser.dtype).removeprefix("torch.")
             head_width = spec.transformer.attention_head_dim
-            speed, reason = with_usable_attention(speed, str(self._device), denoiser.dtype, head_width)
-            if reason is not None:
-                sys.stderr.write(f"{reason}\n")
+            speed, problems = with_usable_attention(speed, str(self._device), denoiser.dtype, head_width)
+            sys.stderr.writelines(f"{reason}\n" for reason in problems.values())
             denoiser.compute(speed, engines=self._block_engines(spec, name, part, task["engines"]))
             self._denoisers[name] = denoiser
             if self._tokens is not None:
@@ -261,7 +260,7 @@ class Rank:
 
         - `texts`, `which`: the text embeddings (by number) and the kind of each pass
         - `new`, `forget`: numbers of the text embeddings that this message contains, and of those to free
-        - `fresh`: whether to reset the step cache
+        - `fresh`, `exact`: see `Denoiser.begin_step`
         - `tokens`: number of tokens of a pass
         """
         latents, timestep, *new = tensors
@@ -278,8 +277,7 @@ class Rank:
         passes = [index for index in range(len(texts)) if index % groups == group]
         latents, timestep = latents.to(self._device), timestep.to(self._device)
         denoiser = self._denoisers[task["name"]]
-        if task["fresh"]:
-            denoiser.reset_cache()
+        denoiser.begin_step(fresh=task["fresh"], exact=task["exact"])
         results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in passes]
         reports = {"failed": self._failed, "skipped": self._skipped}
         answer = {name: [fact.model_dump(mode="json") for fact in facts] for name, facts in reports.items()}

@@ -11,7 +11,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from runtime.execution.attention import FP8, Attention, attention, name_of
+from runtime.execution.attention import FP8, Attention, attention
 from runtime.execution.fp8_attention import MIN_TOKENS, attend_rounded, largest_of, scale_for
 from runtime.models.row_operations import computed, from_fp8, to_fp8
 
@@ -76,9 +76,8 @@ class Tokens:
         dist.all_gather(parts, values, group=self._group)
         return [math.fsum(column) for column in zip(*torch.stack(parts).tolist(), strict=True)]
 
-    def around(self, attention: Attention) -> Attention:
-        """Wrap an attention kernel so that it is called with, and returns, this process's share of the tokens."""
-        kind = name_of(attention)
+    def around(self, kind: str) -> Attention:
+        """Return an attention kernel that is called with, and returns, this process's share of the tokens."""
         return lambda query, key, value: self._attend((query, key, value), kind)
 
     def _attend(self, qkv: tuple[torch.Tensor, ...], kind: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.attention import attention
+from runtime.execution.attention import BlockKernels
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import PROMPTED, UNPROMPTED, OnDegraded
@@ -361,7 +361,7 @@ def _add_stream(
 
 def install(
     module: Any,
-    kind: str = "native",
+    speed: Speed = EAGER,
     double: DoubleStep = double_step,
     single: SingleStep = single_step,
     *,
@@ -375,11 +375,10 @@ def install(
     Args:
         module: has blocks of both kinds, without hooks at the first call.
         forward: computes a pass of the module; `predict` by default. Later calls do not change it.
-        kind: the attention kernel, see `execution.attention`.
+        speed: has the attention kernels.
         double, single: the steps of both kinds of blocks.
         wide: whether tokens are float32 between blocks, whatever the dtype of the weights.
     """
-    attend = attention(kind)
     if not hasattr(module, "is_wide"):
         module.forward = MethodType(forward or predict, module)
     for blocks, block_forward in (
@@ -389,7 +388,8 @@ def install(
         for block in blocks:
             if not hasattr(block, "step"):
                 block.forward = MethodType(block_forward, block)
-            block.attend = attend
+    module.kernels = BlockKernels(speed)
+    module.kernels.choose(_blocks(module))
     for layers in _fusible(module):
         unfuse_if_stale(*layers)
     _use_steps(module, double, single, wide=wide)
@@ -403,6 +403,11 @@ def _use_steps(
         block.step = double
     for block in module.single_transformer_blocks:
         block.step = single
+
+
+def _blocks(module: Any) -> list[Any]:
+    """Return all blocks in the order in which they run."""
+    return [*module.transformer_blocks, *module.single_transformer_blocks]
 
 
 def fuse(module: Any) -> bool:
@@ -469,8 +474,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     clip only. The shares are gathered after the last projection.
     """
     module.shared_tokens = tokens
-    for block in (*module.transformer_blocks, *module.single_transformer_blocks):
-        block.attend = tokens.around(block.attend)
+    module.kernels = module.kernels.shared(tokens.around)
 
 
 def run_blocks(
@@ -490,6 +494,7 @@ def run_blocks(
     """
     shared: Tokens | None = getattr(module, "shared_tokens", None)
     count = x.shape[1]
+    module.kernels.choose(_blocks(module), last=text.shape[1])
     rotation = _with_text(rotation, text.shape[1])
     if shared is not None:
         shared.count = count + text.shape[1]
@@ -605,12 +610,10 @@ class PyTorchDenoiser(StepCaching):
         self._compiled = [CompiledStep(step, report("compiled")) for step in steps]
         self._engines = engines
         if engines is None:
-            install(self._module, speed.attention, *self._compiled, forward=self._forward)
+            install(self._module, speed, *self._compiled, forward=self._forward)
         else:
             on_engines = EngineSteps(engines)
-            install(
-                self._module, speed.attention, on_engines.double, on_engines.single, forward=self._forward, wide=True
-            )
+            install(self._module, speed, on_engines.double, on_engines.single, forward=self._forward, wide=True)
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None

@@ -24,7 +24,7 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
-from runtime.execution.attention import attention
+from runtime.execution.attention import BlockKernels, attention
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep, OnDegraded
 from runtime.execution.components import PROMPTED
@@ -298,25 +298,27 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
     return TextState(projected, module.blocks if keys_values else None)
 
 
-def install(module: Any, kind: str = "native", step: BlockStep = block_step, *, wide: bool = False) -> None:
+def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, wide: bool = False) -> None:
     """Replace `forward` of a loaded transformer and its blocks; later calls change the options.
 
     Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
 
     Args:
         module: a `diffusers.WanTransformer3DModel` for text to video, without hooks at the first call.
-        kind: the kernel of self-attention, see `execution.attention`; cross-attention to the text is always "native".
+        speed: has the kernels of self-attention; cross-attention to the text is always "native".
         step: `block_step`, a compiled version of it, or an `EngineStep`.
         wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
     """
-    attend, attend_text = attention(kind), attention("native")
+    attend_text = attention("native")
     # Not the dtype of a block's parameters, which may be quantized.
     dtype: torch.dtype = module.patch_embedding.weight.dtype
     for block in module.blocks:
         unfuse_if_stale(*_projections(block.attn1))
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
-        block.attend, block.attend_text, block.compute_dtype = attend, attend_text, dtype
+        block.attend_text, block.compute_dtype = attend_text, dtype
+    module.kernels = BlockKernels(speed)
+    module.kernels.choose(module.blocks)
     _use_step(module, step, wide=wide)
     if getattr(module, "own_first", None) is None:
         module.forward = MethodType(_forward, module)
@@ -373,6 +375,7 @@ def _forward(
     elif not isinstance(text, TextState):
         text = text()
     first_count = self.own_first(grid[1] * grid[2]) if len(timestep) > 1 else 0
+    self.kernels.choose(self.blocks)
     for index, block in enumerate(self.blocks):
         x = block(x, text.for_block(index), modulation, rotation, first_count)
     shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], first_count)
@@ -430,8 +433,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     parts.rope.register_forward_hook(divide_rotations)
     blocks[0].register_forward_pre_hook(divide_input)
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
-    for block in blocks:
-        block.attend = tokens.around(block.attend)
+    parts.kernels = parts.kernels.shared(tokens.around)
 
 
 class PyTorchDenoiser(StepCaching):
@@ -479,9 +481,9 @@ class PyTorchDenoiser(StepCaching):
             speed = speed.replace(compiled=False, paired=False, fused=False)
         self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
         if engines is None:
-            install(self._module, speed.attention, self._step or block_step)
+            install(self._module, speed, self._step or block_step)
         else:
-            install(self._module, speed.attention, EngineStep(engines), wide=True)
+            install(self._module, speed, EngineStep(engines), wide=True)
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._cache_keys_values = speed.text_kept

@@ -11,6 +11,7 @@ from diffusers import HunyuanVideoFramepackTransformer3DModel
 
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.execution import cuda_graphs
+from runtime.execution.attention import attention, sparse_kernel
 from runtime.execution.components import SectionDenoiser, SectionInputs
 from runtime.execution.parallel.proxies import GroupManager, SharedDenoiser
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
@@ -84,6 +85,19 @@ def test_fused_projections_change_nothing(spec: ModelSpec) -> None:
     denoiser = PyTorchSectionDenoiser(load(spec), Speed(fused=True))
     denoiser.see(seen(spec, 1))
     torch.testing.assert_close(denoiser(*given(spec)), wanted(spec, 1), rtol=0, atol=1e-5)
+
+
+def test_the_images_and_the_texts_tokens_are_exact_with_sparse_attention(spec: ModelSpec) -> None:
+    size, text, module = (12, 16), 7, load(spec)
+    denoiser = PyTorchSectionDenoiser(module, Speed(sparse_tau=1.0))
+    denoiser.see(seen(spec, 1, size))
+    exact, sparse = wanted(spec, 1, text, size), denoiser(*given(spec, text, size))
+    assert 1e-6 < (sparse - exact).norm() / exact.norm() < 0.5
+    assert spec.image_input is not None
+    last = spec.image_input.tokens + text
+    assert module.single_transformer_blocks[-1].attend is attention(sparse_kernel(1.0, last))
+    denoiser.begin_step(fresh=True, exact=True)
+    assert torch.equal(denoiser(*given(spec, text, size)), exact)
 
 
 class Recorded:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
+from runtime.execution.attention import attention, sparse_kernel
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.parallel.proxies import GroupManager, SharedDenoiser
 from runtime.families.hunyuan_video.transformer import PyTorchDenoiser, fuse, install
@@ -155,6 +156,20 @@ def test_blocks_are_compiled_once_for_each_kind(tiny: Tiny, monkeypatch: pytest.
     assert (counter.frame_count, denoiser.compile_seconds) == (2, seconds)
 
 
+def test_the_texts_tokens_are_exact_with_sparse_attention(tiny: Tiny) -> None:
+    module = load(tiny("hunyuan-video"))
+    latents, times, text = inputs((3, 22, 26), text=90)
+    exact = PyTorchDenoiser(module)(latents, times, text)
+    denoiser = PyTorchDenoiser(module, Speed(sparse_tau=1.0))
+    sparse = denoiser(latents, times, text)
+    assert 1e-5 < (sparse - exact).norm() / exact.norm() < 0.5
+    blocks = [*module.transformer_blocks, *module.single_transformer_blocks]
+    kernels = [attention("native"), *[attention(sparse_kernel(1.0, 90))] * (len(blocks) - 1)]
+    assert [block.attend for block in blocks] == kernels
+    denoiser.begin_step(fresh=True, exact=True)
+    assert torch.equal(denoiser(latents, times, text), exact)
+
+
 def test_rotation_tables_are_computed_once_until_forgotten(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     module = load(tiny("hunyuan-video"))
     computed: list[None] = []
@@ -218,7 +233,7 @@ def steps_of(denoiser: PyTorchDenoiser | SharedDenoiser) -> list[torch.Tensor]:
     found = []
     for scale in (1.0, 1.001, 1.3, 1.301):
         found.append(denoiser(latents * scale, times, text).clone())
-    denoiser.reset_cache()
+    denoiser.begin_step(fresh=True, exact=False)
     return [*found, denoiser(latents, times, text)]
 
 

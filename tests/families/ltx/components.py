@@ -65,7 +65,7 @@ class LtxDenoiser:
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """Only PyTorch's own attention runs, not compiled."""
         assert engines is None, "the family has no block programs"
-        for field in ("compiled", "graphed", "attention"):
+        for field in ("compiled", "graphed", "attention", "sparse_tau"):
             if getattr(speed, field) != getattr(EAGER, field) and on_degraded is not None:
                 on_degraded(field, Fact("execution.compilation_failed", {"error": "not supported by this family"}))
 
@@ -76,8 +76,8 @@ class LtxDenoiser:
         assert sharing is None
         yield
 
-    def reset_cache(self) -> None:
-        """Nothing is cached."""
+    def begin_step(self, *, fresh: bool, exact: bool) -> None:
+        """Nothing differs from step to step."""
 
     def forget(self) -> None:
         """Nothing is kept."""
