@@ -38,6 +38,7 @@ from runtime.pipeline.section_files import SectionFiles
 from runtime.pipeline.section_sampling import SectionProgress
 from runtime.planner.constraints import BF16_CAPABILITY
 from runtime.planner.memory_model import DTYPE_BYTES
+from runtime.upstream.torch import CompiledGraphs, compiled_graphs
 from runtime.video.mp4 import video_scratch
 
 Emit = Callable[[Event], None]
@@ -91,7 +92,7 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.counts_for_history = True
-        self._compiled_before = residency.compile_seconds
+        self._compiled_before = residency.compile_seconds, compiled_graphs()
         self._planned = plan
         self._folder = checkpoints
         self._policy = CheckpointPolicy(checkpoints, spec, emit)
@@ -118,7 +119,12 @@ class RunContext:
     @property
     def compiled_seconds(self) -> float:
         """Seconds spent on compiling in this run."""
-        return self.residency.compile_seconds - self._compiled_before
+        return self.residency.compile_seconds - self._compiled_before[0]
+
+    @property
+    def compiled_graphs(self) -> CompiledGraphs:
+        """The graphs that this run has compiled, or loaded from the cache."""
+        return compiled_graphs().since(self._compiled_before[1])
 
     @property
     def folder(self) -> Path | None:

@@ -153,6 +153,7 @@ class ForecastInputs:
         free_bytes: of the device.
         chunk: latent frames that the VAE decodes in one call if memory suffices.
         step_cache: with its strength, or "none".
+        long_lived: see `resolve.PlanningContext`.
         base: execution options that all strategies share.
         offers: all engines for each component, with those that the request's settings exclude.
         levels: factors on the measured seconds of the engines in use, see `level`.
@@ -168,6 +169,7 @@ class ForecastInputs:
     free_bytes: int
     chunk: int
     step_cache: str = NONE
+    long_lived: bool = False
     base: Speed = EAGER
     offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)

@@ -53,6 +53,7 @@ class PlanningContext(NamedTuple):
         others: indices of more GPUs that it may use; `None` for all usable ones.
         compares: whether engines are looked up for what is requested in PyTorch too, so that its forecast is comparable
             with theirs. It needs the digest of the component's weights.
+        long_lived: whether one process makes the clip and later ones, as in the web app: compiled code is loaded once.
     """
 
     machine: Machine
@@ -62,6 +63,7 @@ class PlanningContext(NamedTuple):
     gpu: int = 0
     others: Sequence[int] | None = None
     compares: bool = False
+    long_lived: bool = False
 
 
 def resolve(
@@ -70,7 +72,8 @@ def resolve(
     """Return the plan of a request.
 
     Args:
-        builds_later: whether engines are built when no video waits instead of first, as with `build="idle"`.
+        builds_later: whether engines are built when no video waits instead of first, as with `build="idle"`. Processes
+            that do this are long-lived.
 
     Raises:
         InvalidRequestError: for an unsupported size or length, with the nearest that is supported.
@@ -78,6 +81,7 @@ def resolve(
         MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
     if builds_later or request.build == IDLE:
+        context = context._replace(long_lived=context.long_lived or builds_later)
         return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
     _check_supported(request, spec)
     assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
@@ -227,6 +231,7 @@ class _Placed:
         dtypes: by component, of what PyTorch computes.
         free_bytes: of the device with the least.
         offered: returns the engines for a component.
+        long_lived: see `PlanningContext`.
     """
 
     request: GenerationRequest
@@ -240,6 +245,7 @@ class _Placed:
     split: Split | None
     offload: str
     offered: ComponentOffers
+    long_lived: bool
 
     def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> PlanForecast:
         """Return the forecasts and the strategy with these engines."""
@@ -260,6 +266,7 @@ class _Placed:
             free_bytes=self.free_bytes,
             chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
             step_cache=settings.step_cache,
+            long_lived=self.long_lived,
             offers={name: self.offered(name) for name in choices},
             levels={
                 name: level(choice.offer, paths[name])
@@ -317,6 +324,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         split=split,
         offload=offload,
         offered=offered,
+        long_lived=context.long_lived,
     )
     component_settings = constraints.ComponentSettings(
         component="",

@@ -368,12 +368,12 @@ _REASONS: Mapping[str, Message] = {
         "Not compiled: on a CPU, an Inductor engine is compiled once for all clips."
     ),
     "planner.compiled_pays_off": Message(
-        "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} of "
-        "this clip."
+        "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} a "
+        "clip; {clips:n clip} of this size are counted."
     ),
     "planner.not_compiled_pays_off": Message(
         "Not compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} "
-        "of this clip."
+        "a clip; {clips:n clip} of this size are counted."
     ),
     "planner.text_kept": Message("The text's keys and values are computed once per clip ({bytes:memory})."),
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
