@@ -89,6 +89,10 @@ _KNOWN_GPU = (0.75, 1.6)
 _OTHER_GPU = (0.3, 2.5)
 _CPU = (0.6, 2.5)
 _ENGINE = (0.8, 1.3)
+# The least seconds of a component's engine that was never measured, as factors of uncompiled PyTorch's. Measured were
+# 0.21 and more for the shipped model on an H200, where starting kernels takes longer than running them, 0.31 and more
+# on CPUs (docs/tested.md), and 0.93 and more for large components (bench/h200.md), whose factor is a guess.
+_ENGINE_AT_BEST = {"small": 0.2, "cpu": 0.3, "cuda": 0.75}
 # Slowdown of quantized arithmetic against 16 bits, (low, likely, high): three models on an H200.
 _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
     "none": (1.0, 1.0, 1.0),
@@ -222,6 +226,8 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     if exact is not None:
         return exact
     workload = inputs.workload
+    if name in workload.engine_bytes and name not in workload.engine_seconds:
+        return _unmeasured_engine(inputs, strategy, name, speed)
     measured = _similar_call(inputs, strategy, name, speed)
     if measured is not None:
         like, call = measured
@@ -235,6 +241,23 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     if name in inputs.loaded and speed.attention != like.attention:
         speedup *= attention_speedup(speed.attention, workload.spec, workload.tokens)
     return call if speedup == 1.0 else replace(call * (1 / speedup), measured=False, inferred=False)
+
+
+def _unmeasured_engine(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
+    """Return the latency of one call on engines of a whole component that were not measured: about PyTorch's."""
+    workload = inputs.workload
+    engines, sizes = (
+        {other: entry for other, entry in by_name.items() if other != name}
+        for by_name in (workload.engines, workload.engine_bytes)
+    )
+    in_pytorch = replace(
+        inputs,
+        backends={**inputs.backends, name: PYTORCH},
+        workload=replace(workload, engines=engines, engine_bytes=sizes),
+    )
+    plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False))
+    at_best = _ENGINE_AT_BEST["cpu" if not workload.cuda else "small" if workload.spec.small else "cuda"]
+    return replace(plain.as_inferred(), low=at_best * plain.likely)
 
 
 def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:

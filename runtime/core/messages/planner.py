@@ -298,6 +298,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.built_again": Message("Built again, as requested."),
     "planner.built_first": Message("Built first, {seconds:about} ({cause:clause})."),
     "planner.built_first_unknown": Message("Built first ({cause:clause})."),
+    "planner.not_built_slower": Message("No engine is built: {backend:backend} cannot be faster than what runs."),
     "planner.built_later": Message(
         "Its {backend:backend} engine is built when no video waits.",
         badge="{backend:backend} engine is built when idle",
