@@ -7,8 +7,8 @@ Random weights at full size in `TANDEM_CHECKS`, best a folder in memory; both ex
 81 frames of 832x480 from an image, 4 steps with guidance, FP8 weights. Each process begins with nothing loaded and
 makes its clips with one residency and one history, as a worker does; the first process finds empty caches, later ones
 those of the first. Prints a JSON object per clip and appends it to $OUT/clips.jsonl: `seconds` is all of the job, of
-which `load` reads weights and compiles, and `without_reading` is the rest with compiling. The reasons and the forecast are
-those of the plan before the clip. One H200: about 120 s for two clips of one process, 50 s of them for the weights.
+which `load` reads weights and compiles, and `without_reading` is the rest with compiling. The reasons and the forecast
+are those of the plan before the clip. One H200: about 120 s for two clips of one process, 50 s of them for the weights.
 """
 
 import argparse

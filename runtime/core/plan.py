@@ -277,6 +277,8 @@ class ResolvedRequest(FrozenModel):
         guidance_scale_2: guidance scale of the low-noise transformer; `None` if the model has only one.
         shift: the timestep shift of the scheduler; `None` for the model's own.
         step_cache: the kind of step cache with its strength, or "none".
+        guidance_cache: by which share of its norm the prediction with the prompt may differ from the one without, so
+            that the latter is left out from the next step on; "off" for never.
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
         loop: whether the video leads back to its first frame, "on" or "off".
@@ -305,6 +307,7 @@ class ResolvedRequest(FrozenModel):
     step_cache: str
     loras: tuple[LoraUse, ...]
     crf: int
+    guidance_cache: str = OFF
     loop: str = OFF
     interpolate: str = OFF
     upscale: str = OFF
@@ -600,6 +603,7 @@ class ExecutionPlan(ResolvedRequest):
             "looping": self.looping,
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
+            "guidance_cache": self.guidance_cache,
             "speed": self.speed.to_json(),
             "shift": self.shift,
             "shift_reason": str(self.shift_reason or ""),

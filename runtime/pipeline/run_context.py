@@ -33,7 +33,7 @@ from runtime.pipeline.checkpoint import (
 )
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
-from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
+from runtime.pipeline.sampling import Conditioning, Guidance, SamplingState, Step, get_schedule
 from runtime.pipeline.section_files import SectionFiles
 from runtime.pipeline.section_sampling import SectionProgress
 from runtime.planner.constraints import BF16_CAPABILITY
@@ -219,14 +219,14 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self._save_checkpoint()
 
-    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any) -> SamplingState:
+    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any, guidance: Guidance) -> SamplingState:
         """Record and return the progress of sampling after `steps` steps."""
         state = None
         try:
             state = scheduler_state(scheduler)
         except CheckpointError as error:
             self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
-        self.sampling = SamplingState(steps, latents, state)
+        self.sampling = SamplingState(steps, latents, state, guidance)
         self.progress_at = time.perf_counter()
         return self.sampling
 
@@ -340,6 +340,7 @@ class RunContext:
             warnings=tuple(self.warnings),
             earlier=self.earlier,
             sections=self._made(),
+            passes_left_out=0 if self.sampling is None else self.sampling.guidance.left_out,
         )
 
     def _made(self) -> tuple[int, int, int] | None:

@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import MemoryStrategy, Seconds, basis
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
-from runtime.core.request import AUTO
+from runtime.core.request import AUTO, OFF
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
@@ -81,8 +81,9 @@ def _dtype(inputs: ForecastInputs) -> str:
 
 
 def _passes_apart(inputs: ForecastInputs) -> bool:
-    """Return whether guidance passes must be separate calls: with a step cache and on several GPUs."""
-    return inputs.step_cache != NONE or inputs.workload.split is not None
+    """Return whether guidance passes must be separate calls: with caches, and on several GPUs."""
+    caches = inputs.step_cache != NONE or inputs.request.guidance_cache != OFF
+    return caches or inputs.workload.split is not None
 
 
 def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Speed, Seconds, Conflict | None]:

@@ -11,7 +11,7 @@ from math import isclose
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import (
@@ -102,6 +102,8 @@ _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
 }
 # Share of the transformers' time that remains with a step cache, (low, likely, high): it depends on model and clip.
 _CACHED = (0.3, 0.7, 1.05)
+# The same with a guidance cache: half at the least; see bench/step_cache.md.
+_GUIDANCE_CACHED = (0.5, 0.8, 1.0)
 # Bytes per second from RAM to the GPU over PCIe 4: pinned, likely, pageable, and layer by layer.
 _PCIE_FAST, _PCIE, _PCIE_SLOW, _PCIE_BY_LAYER = 25 * _GIGA, 16 * _GIGA, 12 * _GIGA, 6 * _GIGA
 # Share of the shorter of transfer and computation that does not overlap with the longer.
@@ -547,7 +549,7 @@ def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Sp
         quantization=strategy.quantization if transformer else "none",
         offload=strategy.offload,
         tile=history.tile_of(strategy, name),
-        step_cache=history.cache_of(inputs.step_cache, name),
+        step_cache=history.cache_of(inputs.step_cache, inputs.request.guidance_cache, name),
         speed=_tag(inputs, name, speed),
     )
 
@@ -578,8 +580,11 @@ def _seconds_of_calls(
     if per_call is not None:
         return per_call * calls
     call = call_seconds(inputs, strategy, name, speed)
-    if history.cache_of(inputs.step_cache, name):
+    if history.cache_of(inputs.step_cache, OFF, name):
         call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
+    if history.cache_of(NONE, inputs.request.guidance_cache, name):
+        low, likely, high = _GUIDANCE_CACHED
+        call = Seconds(likely * call.likely, low * call.low, high * call.high)
     whole = stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
     # What was measured by itself, when an engine was built, is no measurement of a clip.
     as_ran = strategy.offload != "none" or _ran_call(inputs, strategy, name, speed) is not None

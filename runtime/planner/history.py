@@ -13,6 +13,7 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import PYTORCH, ComponentPlan, EngineRef, ExecutionPlan, Speed
+from runtime.core.request import OFF
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
@@ -44,7 +45,7 @@ class Kind(FrozenModel):
         model: digest of the architecture, see `architecture`.
         component: "transformer" for both transformers; also "attention", "compiling" and "compiling vae".
         tile: side of the decoder's tiles in latents; empty for whole frames.
-        step_cache: empty for none.
+        step_cache: with the guidance cache, see `cache_of`; empty for none.
         speed: see `history_tag`.
     """
 
@@ -137,7 +138,7 @@ def runs_of(
             quantization=parts[0].quantization,
             offload=strategy.offload,
             tile=tile_of(strategy, name),
-            step_cache=cache_of(planned.step_cache, name),
+            step_cache=cache_of(planned.step_cache, planned.guidance_cache, name),
             speed=speed,
         )
         runs.append(
@@ -233,12 +234,15 @@ def tile_of(strategy: MemoryStrategy, component: str) -> str:
     return str(strategy.decode_tile) if tiled else ""
 
 
-def cache_of(step_cache: str, component: str) -> str:
+def cache_of(step_cache: str, guidance_cache: str, component: str) -> str:
     """Return `Kind.step_cache`; empty for all components but the transformers.
 
-    Empty too if the cache is one of those whose calls are known: only computed passes count, see `calls_of`.
+    A step cache whose calls are known is left out: only computed passes count, see `calls_of`.
     """
-    return "" if not is_transformer(component) or step_cache == NONE or is_scheduled(step_cache) else step_cache
+    if not is_transformer(component):
+        return ""
+    steps = "" if step_cache == NONE or is_scheduled(step_cache) else step_cache
+    return f"{steps} {'' if guidance_cache == OFF else f'guidance:{guidance_cache}'}".strip()
 
 
 def architecture(spec: ModelSpec) -> str:

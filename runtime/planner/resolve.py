@@ -130,7 +130,7 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     Raises:
         InvalidRequestError: naming the first such field.
     """
-    for field, off in (("gpus", 1), ("step_cache", NONE)):
+    for field, off in (("gpus", 1), ("step_cache", NONE), ("guidance_cache", OFF)):
         if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
     if request.compile == "always" and "compiled" in spec.lacks:
@@ -187,6 +187,9 @@ class _Settings:
         clip.check_size(spec, width, height, frames)
         steps = _or(request.steps, spec.defaults.steps)
         guidance, guidance_2, embedded_guidance = _guidance(request, spec)
+        if request.guidance_cache != OFF and max(guidance, guidance_2 or 0) <= 1:
+            code = "planner.one_pass_only" if spec.embedded_guidance else "planner.no_guidance_to_cache"
+            raise InvalidRequestError("guidance_cache", code, model=spec.title)
         clip.check_shift(request, spec)
         shift = clip.shift_override(request, spec)
         strength = _or(request.strength, STRENGTH)
@@ -305,6 +308,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         return () if left_out else context.offers(component, latent_size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
+    # GPUs that run one pass each would wait for nothing where a pass is left out, so they share each pass.
+    guided = guided and request.guidance_cache == OFF
     split, split_warnings = placement.decide(
         request, spec, context.machine, context.gpu, context.others, guided=guided, offered=offered
     )
@@ -369,6 +374,7 @@ def _plan(
         shift=settings.shift,
         step_cache=settings.step_cache,
         mag_ratios=settings.mag_ratios,
+        guidance_cache=request.guidance_cache,
         loras=spec.loras,
         crf=default_crf(settings.width, settings.height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
@@ -445,6 +451,7 @@ def _components(
                 *choices[name].reasons,
                 *_video_reason(name, settings, inputs.request, spec),
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
+                *_guidance_cache_reason(name, settings, inputs.request),
                 *placement.reasons(split, name),
             ),
             engines=choices[name].engines,
@@ -578,6 +585,14 @@ def _cache_reason(
         return (Fact("planner.step_cached", {"step_cache": step_cache}),)
     data = {"step_cache": step_cache, "computed": computed[component], "steps": steps[component]}
     return (Fact("planner.steps_computed", data),)
+
+
+def _guidance_cache_reason(component: str, settings: _Settings, request: GenerationRequest) -> tuple[Fact, ...]:
+    """Return that passes of a transformer are left out; nothing if it has no guidance."""
+    scales = {"transformer": settings.guidance, "transformer_2": settings.guidance_2 or 0}
+    if request.guidance_cache == OFF or scales.get(component, 0) <= 1:
+        return ()
+    return (Fact("planner.guidance_cached", {"strength": float(request.guidance_cache)}),)
 
 
 def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:

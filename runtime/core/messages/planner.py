@@ -333,6 +333,18 @@ _REASONS: Mapping[str, Message] = {
         badge="{lack:badge}, {seconds:about} to build",
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
+    "planner.guidance_cached": Message(
+        "Once both guidance passes differ by at most {strength:g} of their size, only the one with the prompt runs, "
+        "as requested."
+    ),
+    "planner.no_guidance_to_cache": Message(
+        "{model} runs without guidance here, so there is no second pass to leave out.",
+        "Use {set[guidance_cache=off]}, or a guidance scale above 1.",
+    ),
+    "planner.one_pass_only": Message(
+        "{model} takes its guidance scale as an input and has no second pass to leave out.",
+        "Use {set[guidance_cache=off]}.",
+    ),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.steps_computed": Message(
         "{computed} of {steps:n step} are computed, the others reuse block residuals ({step_cache}), as requested."
