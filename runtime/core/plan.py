@@ -278,7 +278,7 @@ class ResolvedRequest(FrozenModel):
         shift: the timestep shift of the scheduler; `None` for the model's own.
         step_cache: the kind of step cache with its strength, or "none".
         guidance_cache: by which share of its norm the prediction with the prompt may differ from the one without, so
-            that the latter is left out from the next step on; "off" for never.
+            that the latter is left out in the next step; "off" for never.
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
         loop: whether the video leads back to its first frame, "on" or "off".

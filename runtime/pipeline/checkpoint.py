@@ -60,7 +60,7 @@ _GIVEN = "given."
 _PROMPT, _SECTION = "prompt.", "section."
 # The latents of the video that this one is made from.
 _VIDEO = "video"
-# The difference of both guidance passes, once one of them is left out.
+# The difference of both guidance passes, if the next step takes it over.
 _GUIDANCE = "guidance"
 # Checkpoints may take this share of the time of the steps.
 _SHARE = 0.01

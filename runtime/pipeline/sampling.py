@@ -129,14 +129,14 @@ class Step:
 class Guidance:
     """Which guidance passes run, by a plan's `guidance_cache`.
 
-    Once both predictions of a step agree, the one without the prompt is left out in the following steps of the same
-    transformer: the difference of both stays that of the last step which computed them. Adaptive Guidance
-    (https://arxiv.org/abs/2312.12487) leaves the pass out in the same way, but sets the difference to zero then.
+    If both predictions of a step agree, the one without the prompt is left out in the next step of the same
+    transformer: the difference of both is taken over. The step after that computes both again. Adaptive Guidance
+    (https://arxiv.org/abs/2312.12487) leaves the pass out in all following steps, and sets the difference to zero.
 
     Attributes:
         strength: the largest share of the norm of the prediction with the prompt by which the other one may differ;
             `None` if no pass is left out.
-        difference: of both predictions, (1, channels, frames, height, width), once they agree; `None` before.
+        difference: of both predictions, (1, channels, frames, height, width), if the next step takes it over.
         left_out: the passes left out so far.
     """
 
@@ -397,7 +397,7 @@ def _guided(
     if guidance.difference is not None:
         conditional = denoiser(*inputs, positive)
         velocity = conditional + (step.guidance_scale - 1) * guidance.difference
-        return velocity, replace(guidance, left_out=guidance.left_out + 1)
+        return velocity, replace(guidance, difference=None, left_out=guidance.left_out + 1)
     if denoiser.pairs:
         conditional, unconditional = denoiser.pair(*inputs, positive, negative)
     else:

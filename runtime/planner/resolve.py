@@ -308,7 +308,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         return () if left_out else context.offers(component, latent_size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
-    # GPUs that run one pass each would wait for nothing where a pass is left out, so they share each pass.
+    # A GPU for the pass without the prompt would be idle where that pass is left out, so all share each pass.
     guided = guided and request.guidance_cache == OFF
     split, split_warnings = placement.decide(
         request, spec, context.machine, context.gpu, context.others, guided=guided, offered=offered

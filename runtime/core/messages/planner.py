@@ -334,8 +334,8 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.guidance_cached": Message(
-        "Once both guidance passes differ by at most {strength:g} of their size, only the one with the prompt runs, "
-        "as requested."
+        "After a step whose guidance passes differ by at most {strength:g} of their size, only the one with the prompt "
+        "runs, as requested."
     ),
     "planner.no_guidance_to_cache": Message(
         "{model} runs without guidance here, so there is no second pass to leave out.",
