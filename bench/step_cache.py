@@ -25,7 +25,7 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, VideoSaved
-from runtime.core.request import AUTO, OFF, GenerationRequest
+from runtime.core.request import AUTO, OFF, Auto, GenerationRequest
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, read_step_cache
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
@@ -68,7 +68,7 @@ def video_of(folder: Path, number: int, step_cache: str) -> Path:
 
 
 def make(
-    spec: ModelSpec, residency: Residency, prompt: str, cache: str, steps: int, guidance: float | str, out: Path
+    spec: ModelSpec, residency: Residency, prompt: str, cache: str, steps: int, guidance: float | Auto, out: Path
 ) -> dict[str, float]:
     """Make one video; return the blocks that it took, the passes left out, and the seconds of its steps."""
     of_guidance = cache.startswith(GUIDANCE)

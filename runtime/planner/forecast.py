@@ -248,15 +248,12 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
 def _unmeasured_engine(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
     """Return the latency of one call on engines of a whole component that were not measured: about PyTorch's."""
     workload = inputs.workload
-    engines, sizes = (
-        {other: entry for other, entry in by_name.items() if other != name}
-        for by_name in (workload.engines, workload.engine_bytes)
+    without = replace(
+        workload,
+        engines={other: uses for other, uses in workload.engines.items() if other != name},
+        engine_bytes={other: size for other, size in workload.engine_bytes.items() if other != name},
     )
-    in_pytorch = replace(
-        inputs,
-        backends={**inputs.backends, name: PYTORCH},
-        workload=replace(workload, engines=engines, engine_bytes=sizes),
-    )
+    in_pytorch = replace(inputs, backends={**inputs.backends, name: PYTORCH}, workload=without)
     plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False))
     at_best = _ENGINE_AT_BEST["cpu" if not workload.cuda else "small" if workload.spec.small else "cuda"]
     return replace(plain.as_inferred(), low=at_best * plain.likely)
