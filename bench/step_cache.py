@@ -1,9 +1,11 @@
-"""Measure a step cache on the shipped model: forward passes, seconds, and similarity to the video without it.
+"""Measure step caches on the shipped model: blocks computed, seconds, and similarity to the video without a cache.
 
     python -m bench.step_cache --caches first-block:0.1 magcache:0.06 taylorseer:2 --steps 40 --out videos
+    python -m bench.step_cache --caches guidance:0.05 guidance:0.1 guidance:0.2 --guidance 3 --steps 20
     python -m bench.step_cache --prompts 48 --judges weights
 
-With `--judges`, the folder of `python -m tools.diorama.judge --out`, the judges also grade each saved video.
+`guidance:STRENGTH` is a guidance cache, which needs `--guidance` above 1. With `--judges`, the folder of `python -m
+tools.diorama.judge --out`, the judges also grade each saved video.
 
 Every video is the default clip, made by the job that the app runs, in PyTorch; likeness is between the saved videos as
 ffmpeg measures it. The last line is JSON. The table of a run: bench/step_cache.md.
@@ -23,7 +25,7 @@ import torch
 
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, VideoSaved
-from runtime.core.request import GenerationRequest
+from runtime.core.request import AUTO, OFF, Auto, GenerationRequest
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, read_step_cache
 from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
@@ -50,17 +52,35 @@ JUDGES_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CACHES = {FIRST_BLOCK: (0.05, 0.1, 0.2), MAGCACHE: (0.03, 0.06, 0.12), TAYLORSEER: (2, 3, 4)}
 
 
+GUIDANCE = "guidance:"
+
+
+def read_cache(text: str) -> str:
+    """Return a step cache, or a guidance cache as "guidance:STRENGTH"."""
+    if text.startswith(GUIDANCE):
+        return f"{GUIDANCE}{GenerationRequest(prompt='x', guidance_cache=text.removeprefix(GUIDANCE)).guidance_cache}"
+    return read_step_cache(text)
+
+
 def video_of(folder: Path, number: int, step_cache: str) -> Path:
     """Return the file of a prompt's video."""
     return folder / f"{number}-{step_cache.replace(':', '-')}.mp4"
 
 
 def make(
-    spec: ModelSpec, residency: Residency, prompt: str, step_cache: str, steps: int, out: Path
+    spec: ModelSpec, residency: Residency, prompt: str, cache: str, steps: int, guidance: float | Auto, out: Path
 ) -> dict[str, float]:
-    """Make one video; return the blocks that it took and the seconds of its steps."""
+    """Make one video; return the blocks that it took, the passes left out, and the seconds of its steps."""
+    of_guidance = cache.startswith(GUIDANCE)
     request = GenerationRequest(
-        prompt=prompt, seed=SEED, steps=steps, step_cache=step_cache, backends={"all": "pytorch"}
+        prompt=prompt,
+        seed=SEED,
+        steps=steps,
+        guidance_scale=guidance,
+        step_cache=NONE if of_guidance else cache,
+        guidance_cache=cache.removeprefix(GUIDANCE) if of_guidance else OFF,
+        upscale=OFF,
+        backends={"all": "pytorch"},
     )
     plan = resolve(request, spec, PlanningContext(probe(), out))
     events: list[Event] = []
@@ -68,7 +88,7 @@ def make(
     end = events[-1]
     if not isinstance(end, VideoSaved):
         sys.exit(f"No video: {end}")
-    return {"blocks": blocks, "seconds": end.timings["denoise"]}
+    return {"blocks": blocks, "left_out": end.passes_left_out, "seconds": end.timings["denoise"]}
 
 
 def rgb_of(video: Path) -> bytes:
@@ -89,7 +109,8 @@ def main() -> None:
     """Make the videos, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [f"{kind}:{one:g}" for kind, strengths in CACHES.items() for one in strengths]
-    parser.add_argument("--caches", type=read_step_cache, nargs="+", default=default, metavar="KIND:STRENGTH")
+    parser.add_argument("--caches", type=read_cache, nargs="+", default=default, metavar="KIND:STRENGTH")
+    parser.add_argument("--guidance", type=float, default=AUTO, help="the guidance scale; by default the model's own")
     parser.add_argument("--steps", type=int, default=None, help="by default the model's own")
     parser.add_argument(
         "--prompts", type=int, default=len(PROMPTS), help="more than six are captions of tools.diorama.grade"
@@ -113,7 +134,7 @@ def main() -> None:
         for number, prompt in enumerate(prompts):
             for setting in settings:
                 out = video_of(folder, number, setting)
-                made = make(spec, residency, prompt, setting, steps, out)
+                made = make(spec, residency, prompt, setting, steps, arguments.guidance, out)
                 result = similarity(video_of(folder, number, NONE), out)
                 found[setting].append(made | {"psnr": result.psnr, "ssim": result.ssim, "same": result.identical})
                 sys.stderr.write(f"{number} {setting} {found[setting][-1]}\n")
@@ -125,6 +146,7 @@ def main() -> None:
             {
                 "step_cache": setting,
                 "blocks": round(blocks, 3),
+                "left_out": round(statistics.mean(run["left_out"] for run in runs), 1),
                 "seconds": round(statistics.median(run["seconds"] for run in runs), 2),
                 "psnr": round(statistics.mean(run["psnr"] for run in runs), 1),
                 "psnr_least": round(min(run["psnr"] for run in runs), 1),

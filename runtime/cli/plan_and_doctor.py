@@ -66,6 +66,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         terminal.result(f"PyTorch options: {' '.join(dict.fromkeys(map(str, plan.speed.reasons)))}")
     _show_memory(plan)
     terminal.result(time_text(plan))
+    terminal.result(f"A second clip in the web app: about {_about(plan.second_seconds.likely)}")
     warnings = [render(fact, Words(plan.components)).what for fact in plan.warnings]
     for text in warnings:
         terminal.warning(text)
@@ -144,7 +145,9 @@ def _show_strategies(strategies: Sequence[StrategyForecast], where: str, chosen:
 def time_text(plan: ExecutionPlan) -> str:
     """Return a line with the forecast of a plan's duration."""
     stages = ", ".join(f"{name} {_about(plan.seconds[name].likely)}" for name in _STAGES if name in plan.seconds)
-    return forecast_text(plan.seconds["total"], plan.seconds["load"].likely, f": {stages}")
+    first = forecast_text(plan.seconds["total"], plan.seconds["load"].likely, f": {stages}")
+    compiling = plan.seconds.get("compile")
+    return first if compiling is None else f"{first}, {_about(compiling.likely)} of it compiling"
 
 
 def forecast_text(seconds: Seconds, load_seconds: float, stages: str = "") -> str:

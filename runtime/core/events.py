@@ -243,6 +243,7 @@ class VideoSaved(_Event):
         peak_memory_bytes: of the device on CUDA, otherwise of the process, in the last run.
         warnings: facts to show with the result; text where an earlier version or an MP4 file holds it.
         sections: of a video made in sections: how many it has, of how many, and its frames; `None` for another one.
+        passes_left_out: the guidance passes that a guidance cache left out, in all runs.
         earlier: for a resumed job: the "step" that it was resumed after, and "timings" and "load_seconds" of the
             earlier runs, which are included above; otherwise empty.
     """
@@ -257,6 +258,7 @@ class VideoSaved(_Event):
     warnings: Warnings
     earlier: Mapping[str, Any] = Field(default_factory=dict)
     sections: tuple[int, int, int] | None = None
+    passes_left_out: int = 0
 
     @property
     def frames(self) -> int:

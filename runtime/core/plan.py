@@ -7,6 +7,7 @@ checkpoints, and `ExecutionPlan.to_json` is written into the MP4.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -228,6 +229,7 @@ class Speed(FrozenModel):
 
 
 EAGER = Speed()
+_NO_TIME = Seconds(0, 0, 0)
 
 # Players enlarge small videos, which makes compression artifacts visible. Higher quality costs few bytes there.
 _CRF, _SMALL_CRF = 17, 10
@@ -278,6 +280,8 @@ class ResolvedRequest(FrozenModel):
         guidance_scale_2: guidance scale of the low-noise transformer; `None` if the model has only one.
         shift: the timestep shift of the scheduler; `None` for the model's own.
         step_cache: the kind of step cache with its strength, or "none".
+        guidance_cache: by which share of its norm the prediction with the prompt may differ from the one without, so
+            that the latter is left out in the next step; "off" for never.
         loras: LoRAs of the transformers; their files exist and are valid.
         crf: H.264 constant rate factor, 0 to 51.
         loop: whether the video leads back to its first frame, "on" or "off".
@@ -306,6 +310,7 @@ class ResolvedRequest(FrozenModel):
     step_cache: str
     loras: tuple[LoraUse, ...]
     crf: int
+    guidance_cache: str = OFF
     loop: str = OFF
     interpolate: str = OFF
     upscale: str = OFF
@@ -371,7 +376,7 @@ class ExecutionPlan(ResolvedRequest):
         free_bytes: free memory of the device.
         memory: the memory of each stage, in order.
         seconds: the time forecast for "encode", "denoise" and "decode", and for "interpolate" and "upscale" if the plan
-            has them, their "total", and "load", which is extra.
+            has them, their "total", and "load", which is extra; "compile" is the part of "load" that compiling takes.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
         embedded_guidance: guidance scale that is an input of the transformer; `guidance_scale` is 1 then. `None` if the
@@ -516,6 +521,19 @@ class ExecutionPlan(ResolvedRequest):
         """The forecast of the plan's own strategy."""
         return next(forecast for forecast in self.strategies if forecast.strategy == self.strategy)
 
+    @property
+    def second_seconds(self) -> Seconds:
+        """The time forecast for a second clip with these settings in the same process, which keeps what it compiled.
+
+        Components that do not stay loaded are loaded again.
+        """
+        weights = {name: part.weights_bytes for name, part in self.components.items()}
+        kept = self.strategy.offload != "none"
+        again = sum(size for name, size in weights.items() if not (kept or self.strategy.keeps(name)))
+        total, load, compiling = (self.seconds.get(name, _NO_TIME) for name in ("total", "load", "compile"))
+        reading = (load.likely - compiling.likely) * again / (sum(weights.values()) or 1)
+        return replace(total, likely=total.likely + reading, low=total.low + reading, high=total.high + reading)
+
     def fell_back(self, component: str) -> bool:
         """Return whether a component runs on a backend other than the requested one."""
         return self.request.backend(component) not in {AUTO, self.components[component].backend}
@@ -573,7 +591,10 @@ class ExecutionPlan(ResolvedRequest):
                 "free_bytes": self.free_bytes,
                 "stages": [stage.to_json() for stage in self.memory],
             },
-            "forecast": {name: seconds.to_json() for name, seconds in self.seconds.items()},
+            "forecast": {
+                **{name: seconds.to_json() for name, seconds in self.seconds.items()},
+                **({"second": self.second_seconds.to_json()} if self.seconds else {}),
+            },
             "ladder": [forecast.to_json(taken=forecast.strategy == self.strategy) for forecast in self.strategies],
             "split": None
             if self.split is None
@@ -585,6 +606,7 @@ class ExecutionPlan(ResolvedRequest):
             "looping": self.looping,
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
+            "guidance_cache": self.guidance_cache,
             "speed": self.speed.to_json(),
             "shift": self.shift,
             "shift_reason": str(self.shift_reason or ""),

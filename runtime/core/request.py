@@ -82,6 +82,8 @@ COMPILES: Final = {AUTO: "When it pays off", "never": "Never", "always": "Always
 VAE_PRECISIONS: Final = {AUTO: "Automatic", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCache", TAYLORSEER: "TaylorSeer"}
 OFF = "off"
+# How far apart both guidance passes may be, see `plan.ResolvedRequest`; bench/step_cache.md has the effect of each.
+GUIDANCE_CACHES: Final = {OFF: "Off", "0.05": "Passes up to 5 % apart", "0.1": "Up to 10 %", "0.2": "Up to 20 %"}
 INTERPOLATIONS: Final = {OFF: "Off", "2": "2 times", "4": "4 times"}
 UPSCALES: Final = {AUTO: "Automatic", OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
 LOOP = "on"
@@ -374,6 +376,19 @@ class GenerationRequest(FrozenModel):
             choices=STEP_CACHES,
         ),
     ] = NONE
+    guidance_cache: Annotated[
+        str,
+        Choice(
+            label="Guidance cache",
+            help="Leave out the pass without the prompt in every other step in which it differs from the pass with it "
+            "by at most this share: faster with guidance, but not exactly the same video.",
+            group="acceleration",
+            flag="--guidance-cache",
+            unset=OFF,
+            docs="speed.md#guidance-cache",
+            choices=GUIDANCE_CACHES,
+        ),
+    ] = OFF
     attention: Annotated[
         str,
         AttentionKernel(

@@ -66,11 +66,13 @@ class WithFallback:
         on_degraded: called once with that fact.
 
     Attributes:
-        seconds: total time of the first call with each input signature; these calls include compilation.
+        seconds: time that compiling took: by how much the first call with each input signature took longer than the
+            second. Until then the whole first call counts.
     """
 
     def __init__(self, failure: str, on_degraded: OnDegraded | None = None) -> None:
         self.seconds = 0.0
+        self._first_seconds: dict[tuple[Callable[..., Any], Any], float] = {}
         self._failure = failure
         self._on_degraded = on_degraded
         self._failed = False
@@ -87,11 +89,17 @@ class WithFallback:
                     raise
                 self._report(error)
             else:
-                if signature not in compiled:
-                    compiled.add(signature)
-                    self.seconds += time.perf_counter() - started
+                self._count(plain, signature, time.perf_counter() - started, first=signature not in compiled)
+                compiled.add(signature)
                 return result
         return plain(*arguments)
+
+    def _count(self, plain: Callable[..., Any], signature: Any, seconds: float, *, first: bool) -> None:
+        if first:
+            self._first_seconds[plain, signature] = seconds
+            self.seconds += seconds
+        else:
+            self.seconds -= min(seconds, self._first_seconds.pop((plain, signature), 0.0))
 
     def _report(self, error: Exception) -> None:
         logger.warning("%s", self._failure, exc_info=error)

@@ -17,7 +17,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import OFF
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
@@ -45,7 +46,7 @@ from runtime.pipeline.files import (
     Stamps,
     stamps,
 )
-from runtime.pipeline.sampling import Conditioning, GivenFrames, SamplingState
+from runtime.pipeline.sampling import Conditioning, GivenFrames, Guidance, SamplingState
 from runtime.pipeline.section_sampling import SectionProgress
 
 # Of videos made whole, and in sections.
@@ -59,6 +60,8 @@ _GIVEN = "given."
 _PROMPT, _SECTION = "prompt.", "section."
 # The latents of the video that this one is made from.
 _VIDEO = "video"
+# The difference of both guidance passes, if the next step takes it over.
+_GUIDANCE = "guidance"
 # Checkpoints may take this share of the time of the steps.
 _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
@@ -89,6 +92,7 @@ class _Header(BaseModel):
     load_seconds: float
     # Sections done, and steps of the next one.
     section: tuple[int, int] | None = None
+    passes_left_out: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +308,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     # Earlier versions had no videos as inputs, and their checkpoints can be used.
     unused = set() if plan.video else _VIDEO_FIELDS if plan.images else _INPUT_FIELDS
     excluded = _OTHER_FIELDS | unused | (set() if plan.extend else {"extend"})
+    excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     # The prompt of a section may depend on when it is played, and the frames of a video that are read.
     excluded -= {"fps"} if plan.video or len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
@@ -349,7 +354,7 @@ def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scheduler = _describe_all(checkpoint, tensors)
     on_cpu = _separate(tensors)
-    section = checkpoint.section
+    section, sampling = checkpoint.section, checkpoint.sampling
     header = _Header(
         version=_VERSION if section is None else _SECTION_VERSION,
         section=None if section is None else (section.sections, section.steps),
@@ -362,6 +367,7 @@ def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
         warnings=checkpoint.warnings,
         timings=checkpoint.timings,
         load_seconds=checkpoint.load_seconds,
+        passes_left_out=0 if sampling is None else sampling.guidance.left_out,
     ).model_dump_json()
     return safetensors.torch.save(on_cpu, metadata={HEADER_KEY: header, _CHECKSUM: str(_checksum(header, on_cpu))})
 
@@ -388,8 +394,16 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
         device = plan.components["transformer"].device
         sampling = None
         if header.scheduler is not None:
+            difference = tensors.get(_GUIDANCE)
             sampling = SamplingState(
-                header.step, tensors["latents"].to(device), _tensors_in(header.scheduler, tensors, device)
+                header.step,
+                tensors["latents"].to(device),
+                _tensors_in(header.scheduler, tensors, device),
+                replace(
+                    Guidance.of(current),
+                    difference=None if difference is None else difference.to(device),
+                    left_out=header.passes_left_out,
+                ),
             )
         negative, embeds, video = (tensors.get(name) for name in ("negative", "image_embeds", _VIDEO))
         prompts = sorted(
@@ -441,6 +455,8 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     if checkpoint.sampling is None:
         return None
     tensors["latents"] = checkpoint.sampling.latents
+    if checkpoint.sampling.guidance.difference is not None:
+        tensors[_GUIDANCE] = checkpoint.sampling.guidance.difference
     state = checkpoint.sampling.scheduler
     return _described(None if state is None else dict(state), tensors)
 

@@ -4,11 +4,13 @@ A missing or damaged file counts as an empty history. If the file cannot be writ
 serializes writers. Reading imports no torch.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from runtime.core.disk_caches import COMPILED
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.frozen import FrozenModel
 from runtime.core.locks import held
@@ -23,17 +25,20 @@ from runtime.planner.history import (
     Run,
     attention_kind,
     attention_seconds,
-    compilation_run,
+    compilation_runs,
     device_name,
     newer,
     runs_of,
 )
 from runtime.planner.memory_model import DTYPE_BYTES
+from runtime.upstream.torch import CompiledGraphs
 
 _VERSION: Literal[1] = 1
 # Only the newest runs are kept, a few hundred bytes each.
 _MAX_RUNS = 400
 _LOCK_SECONDS = 5.0
+# In the folder of compiled code: an empty file for each kind of clip whose code is there.
+_CLIPS = "clips"
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +67,19 @@ class HistoryFile:
         self._cached: tuple[tuple[int, int, int], History] | None = None
 
     def read(self) -> History:
-        """Return all runs, the newest last. The file is parsed again only if it has changed."""
+        """Return all runs, the newest last, without those of compiled code that is no longer in the cache.
+
+        The file is parsed again only if it has changed.
+        """
+        runs = self._runs()
+        gone = [run for run in runs if run.cached_code and not self._code(run).exists()]
+        return tuple(run for run in runs if run not in gone) if gone else runs
+
+    def _code(self, run: Run) -> Path:
+        """Return the file that stands for compiled code, in the folder of the code: they are deleted together."""
+        return self._path.with_name(COMPILED.name) / _CLIPS / run.cached_code
+
+    def _runs(self) -> History:
         try:
             status = self._path.stat()
         except OSError:
@@ -88,7 +105,7 @@ class HistoryFile:
         target = self._path
         try:
             with held(target.with_suffix(".lock"), seconds=_LOCK_SECONDS):
-                before = {(run.kind, run.flops): run for run in self.read()}
+                before = {(run.kind, run.flops): run for run in self._runs()}
                 rest = [run for key, run in before.items() if key not in runs]
                 now = [newer(before.get(key), run) for key, run in runs.items()]
                 document = _Document(version=_VERSION, runs=(*rest, *now)[-_MAX_RUNS:])
@@ -115,9 +132,20 @@ class HistoryFile:
         self.add(runs_of(planned, ran, spec, self.machine, timings, used, loaded=loaded))
         self._first_job = False
 
-    def add_compilation(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float) -> None:
-        """Add the compilation time of a job."""
-        self.add([compilation_run(plan, spec, self.machine, seconds)])
+    def add_compilation(self, plan: ExecutionPlan, spec: ModelSpec, seconds: float, graphs: CompiledGraphs) -> None:
+        """Add the compilation time of a job.
+
+        Args:
+            graphs: those of the job. Without any, as with the VAE's Triton kernels alone, the code came from the cache
+                if an earlier job has left it there.
+        """
+        *_, found = compilation_runs(plan, spec, self.machine, seconds, cached=True)
+        code = self._code(found)
+        cached = code.exists() if graphs == CompiledGraphs() else not graphs.compiled
+        with contextlib.suppress(OSError):
+            code.parent.mkdir(parents=True, exist_ok=True)
+            code.touch()
+        self.add([found] if cached else compilation_runs(plan, spec, self.machine, seconds, cached=False))
 
 
 def measure_attention(

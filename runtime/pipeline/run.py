@@ -16,7 +16,7 @@ from runtime.core.errors import BadResultError
 from runtime.core.events import Cancelled, Failed, Paused, Planned, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.execution.residency import Residency
-from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.history_file import HistoryFile, measure_attention
 from runtime.pipeline.metrics import Metrics
@@ -33,7 +33,7 @@ from runtime.video.mp4 import check_output, sweep
 logger = logging.getLogger(__name__)
 
 # Finding compiled code in memory takes less.
-_COMPILED_SECONDS = 0.5
+_COMPILED_SECONDS = 0.1
 
 
 class JobOptions(TypedDict, total=False):
@@ -161,6 +161,5 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     if context.plan.upscaling is not None:
         seconds = timings["upscale"]
         history.add([run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
-    in_pytorch = any(is_transformer(name) and not part.engines for name, part in context.plan.components.items())
-    if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and in_pytorch:
-        history.add_compilation(context.plan, context.spec, context.compiled_seconds)
+    if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and context.plan.split is None:
+        history.add_compilation(context.plan, context.spec, context.compiled_seconds, context.compiled_graphs)

@@ -33,11 +33,12 @@ from runtime.pipeline.checkpoint import (
 )
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.pytorch_timer import PyTorchTimerFactory
-from runtime.pipeline.sampling import Conditioning, SamplingState, Step, get_schedule
+from runtime.pipeline.sampling import Conditioning, Guidance, SamplingState, Step, get_schedule
 from runtime.pipeline.section_files import SectionFiles
 from runtime.pipeline.section_sampling import SectionProgress
 from runtime.planner.constraints import BF16_CAPABILITY
 from runtime.planner.memory_model import DTYPE_BYTES
+from runtime.upstream.torch import CompiledGraphs, compiled_graphs
 from runtime.video.mp4 import video_scratch
 
 Emit = Callable[[Event], None]
@@ -91,7 +92,7 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self.earlier: dict[str, Any] = {}
         self.counts_for_history = True
-        self._compiled_before = residency.compile_seconds
+        self._compiled_before = residency.compile_seconds, compiled_graphs()
         self._planned = plan
         self._folder = checkpoints
         self._policy = CheckpointPolicy(checkpoints, spec, emit)
@@ -118,7 +119,12 @@ class RunContext:
     @property
     def compiled_seconds(self) -> float:
         """Seconds spent on compiling in this run."""
-        return self.residency.compile_seconds - self._compiled_before
+        return self.residency.compile_seconds - self._compiled_before[0]
+
+    @property
+    def compiled_graphs(self) -> CompiledGraphs:
+        """The graphs that this run has compiled, or loaded from the cache."""
+        return compiled_graphs().since(self._compiled_before[1])
 
     @property
     def folder(self) -> Path | None:
@@ -213,14 +219,14 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self._save_checkpoint()
 
-    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any) -> SamplingState:
+    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any, guidance: Guidance) -> SamplingState:
         """Record and return the progress of sampling after `steps` steps."""
         state = None
         try:
             state = scheduler_state(scheduler)
         except CheckpointError as error:
             self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
-        self.sampling = SamplingState(steps, latents, state)
+        self.sampling = SamplingState(steps, latents, state, guidance)
         self.progress_at = time.perf_counter()
         return self.sampling
 
@@ -334,6 +340,7 @@ class RunContext:
             warnings=tuple(self.warnings),
             earlier=self.earlier,
             sections=self._made(),
+            passes_left_out=0 if self.sampling is None else self.sampling.guidance.left_out,
         )
 
     def _made(self) -> tuple[int, int, int] | None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
+from runtime.core.request import OFF
 from runtime.core.sparse_attention import exact_steps
 from runtime.core.step_cache import uses
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
@@ -128,6 +129,39 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Guidance:
+    """Which guidance passes run, by a plan's `guidance_cache`.
+
+    If both predictions of a step agree, the one without the prompt is left out in the next step of the same
+    transformer: the difference of both is taken over. The step after that computes both again. Adaptive Guidance
+    (https://arxiv.org/abs/2312.12487) leaves the pass out in all following steps, and sets the difference to zero.
+
+    Attributes:
+        strength: the largest share of the norm of the prediction with the prompt by which the other one may differ;
+            `None` if no pass is left out.
+        difference: of both predictions, (1, channels, frames, height, width), if the next step takes it over.
+        left_out: the passes left out so far.
+    """
+
+    strength: float | None = None
+    difference: torch.Tensor | None = None
+    left_out: int = 0
+
+    @classmethod
+    def of(cls, plan: ExecutionPlan) -> "Guidance":
+        """Return the state before the first step of a plan."""
+        return cls(None if plan.guidance_cache == OFF else float(plan.guidance_cache))
+
+    def after_both(self, conditional: torch.Tensor, unconditional: torch.Tensor) -> "Guidance":
+        """Return the state after a step that computed both predictions."""
+        if self.strength is None:
+            return self
+        difference = conditional - unconditional
+        agree = bool(difference.norm() <= self.strength * conditional.norm())
+        return replace(self, difference=difference if agree else None)
+
+
+@dataclass(frozen=True)
 class SamplingState:
     """Progress of sampling: everything that the remaining steps need, except the prompt.
 
@@ -135,11 +169,13 @@ class SamplingState:
         steps: the number of steps done.
         latents: after these steps, (1, channels, frames, height, width), float32.
         scheduler: the scheduler's state, see `checkpoint.scheduler_state`; `None` if it cannot be saved.
+        guidance: after these steps.
     """
 
     steps: int
     latents: torch.Tensor
     scheduler: Mapping[str, Any] | None
+    guidance: Guidance = Guidance()
 
 
 @dataclass(frozen=True)
@@ -151,6 +187,7 @@ class StepResult:
         latents: (1, channels, frames, height, width), float32.
         estimate: the clean latents as predicted at this step, of the same shape.
         seconds: the duration of the step.
+        guidance: after the step.
     """
 
     index: int
@@ -158,6 +195,7 @@ class StepResult:
     latents: torch.Tensor
     estimate: torch.Tensor
     seconds: float
+    guidance: Guidance
 
 
 # Raised by diffusers' schedulers for an unsuitable configuration.
@@ -285,11 +323,13 @@ def denoise(
     open_expert: OpenExpert,
     cancel: Cancel,
     start: int = 0,
+    guidance: Guidance = Guidance(),
 ) -> Iterator[StepResult]:
     """Run the loop and yield each step's result; a transformer stays loaded from its first to its last step.
 
     Args:
         latents: noise, or the latents after `start` steps; the scheduler then has the state after these steps.
+        guidance: after `start` steps.
 
     Raises:
         BadResultError: if the latents become NaN or Inf.
@@ -308,7 +348,9 @@ def denoise(
                 step = steps[index]
                 started = time.perf_counter()
                 denoiser.begin_step(fresh=step.fresh, exact=step.exact)
-                velocity = _guided(denoiser, latents, step, conditioning, cancel)
+                if index and steps[index - 1].expert != expert:
+                    guidance = replace(guidance, difference=None)
+                velocity, guidance = _guided(denoiser, latents, step, conditioning, cancel, guidance)
                 estimate = latents - step.sigma * velocity
                 latents = advanced(scheduler, velocity, step.timestep, latents, step.noise_seed)
                 if given_frames is not None:
@@ -316,7 +358,7 @@ def denoise(
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
                     raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
-                yield StepResult(index, step, latents, estimate, time.perf_counter() - started)
+                yield StepResult(index, step, latents, estimate, time.perf_counter() - started, guidance)
                 index += 1
 
 
@@ -343,17 +385,27 @@ def decode(
 
 
 def _guided(
-    denoiser: Denoiser, latents: torch.Tensor, step: Step, conditioning: Conditioning, cancel: Cancel
-) -> torch.Tensor:
-    """Return the predicted velocity, with classifier-free guidance if the step has it."""
+    denoiser: Denoiser,
+    latents: torch.Tensor,
+    step: Step,
+    conditioning: Conditioning,
+    cancel: Cancel,
+    guidance: Guidance,
+) -> tuple[torch.Tensor, Guidance]:
+    """Return the predicted velocity, with classifier-free guidance if the step has it, and the state after the step."""
     positive, negative, given_frames = conditioning.positive, conditioning.negative, conditioning.given
     inputs = (latents, step.times) if given_frames is None else given_frames.inputs(latents, step.timestep)
     if negative is None or step.guidance_scale <= 1:
-        return denoiser(*inputs, positive)
+        return denoiser(*inputs, positive), guidance
+    if guidance.difference is not None:
+        conditional = denoiser(*inputs, positive)
+        velocity = conditional + (step.guidance_scale - 1) * guidance.difference
+        return velocity, replace(guidance, difference=None, left_out=guidance.left_out + 1)
     if denoiser.pairs:
         conditional, unconditional = denoiser.pair(*inputs, positive, negative)
     else:
         conditional = denoiser(*inputs, positive)
         cancel.check()
         unconditional = denoiser(*inputs, negative, which=UNPROMPTED)
-    return unconditional + step.guidance_scale * (conditional - unconditional)
+    velocity = unconditional + step.guidance_scale * (conditional - unconditional)
+    return velocity, guidance.after_both(conditional, unconditional)

@@ -32,6 +32,7 @@ from runtime.pipeline.run_context import RunContext, wants_guidance
 from runtime.pipeline.sampling import (
     Conditioning,
     GivenFrames,
+    Guidance,
     decode,
     denoise,
     first_latents,
@@ -195,7 +196,7 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
     sampling = context.sampling
     if sampling is None or (sampling.scheduler is None and sampling.steps < len(steps)):
         latents = first_latents(get_noise(context.plan), context.conditioning.video, scheduler, steps[0])
-        sampling = context.record_step(0, latents, scheduler)
+        sampling = context.record_step(0, latents, scheduler, Guidance.of(context.plan))
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
 
@@ -216,12 +217,19 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
 
     with context.metrics.stage("denoise"):
         remaining = denoise(
-            sampling.latents, steps, scheduler, context.conditioning, open_expert, context.cancel, start=sampling.steps
+            sampling.latents,
+            steps,
+            scheduler,
+            context.conditioning,
+            open_expert,
+            context.cancel,
+            start=sampling.steps,
+            guidance=sampling.guidance,
         )
         for done in remaining:
             number, resumable = done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
-                context.record_step(number, done.latents, scheduler)
+                context.record_step(number, done.latents, scheduler, done.guidance)
             preview = previews.of_latents(done.estimate)
             part = done.step.expert
             context.emit(StepDone(step=number, of=len(steps), seconds=done.seconds, part=part, preview=preview))

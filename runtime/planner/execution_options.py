@@ -5,20 +5,22 @@ Each choice has its reason. Measurements on this machine take precedence over ru
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import MemoryStrategy, Seconds, basis
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, Speed
-from runtime.core.request import AUTO
+from runtime.core.request import AUTO, OFF
 from runtime.core.sparse_attention import HEAD_WIDTH, LEAST_TOKENS, is_sparse, tau_of
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
-from runtime.models.spec import ModelSpec, attention_flops
+from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
 from runtime.planner.forecast import ForecastInputs, call_seconds, compiled_speedup
-from runtime.planner.history import attention_seconds, compile_seconds, device_name
+from runtime.planner.history import attention_seconds, clips_made, compile_seconds, compiled_code, device_name
 from runtime.planner.memory_model import DTYPE_BYTES
 
 # Share of free memory for cached keys and values of the text. They save 0.1 % of the time of a large model, 10 % of a
@@ -31,12 +33,14 @@ _PAIRED_TOKENS = 4096
 _KERNELS_PER_BLOCK, _LAUNCH_SECONDS = 60, 5e-6
 # A measured call includes launches, so it is launch-bound up to this multiple of their time.
 _MEASURED_CALL_RATIO = 4.0
-# Compilation time if it was not measured on this machine. The host of an H200 with 16 cores took 2 to 9 s for a block
-# and 2 to 8 s for the VAE's kernels; the first step of A14B in FP8 took 11 to 13 s longer than the next.
-COMPILE_SECONDS = 20.0
-# Of these, the VAE's kernels.
-_DECODER_COMPILE_SECONDS = 5.0
-_NOTHING = Seconds(0, 0, 0, measured=True)
+# Seconds of compiling a model, blocks and VAE, if it was not measured on this machine: 6 s on an H200's host with 16
+# cores, 2 s from the cache on the disk. Inductor compiles on all cores; with few, it took 20 s.
+_COMPILE_SECONDS, _COMPILE_CORES, _COMPILE_AT_MOST = 6.0, 16, 20.0
+_FROM_CACHE_SECONDS = 2.0
+# The VAE's Triton kernels alone, which are compiled one after the other.
+_VAE_COMPILE_SECONDS, _VAE_FROM_CACHE_SECONDS = 5.0, 1.0
+# Clips that are counted besides those of the same size that this machine has made: this one and another.
+_CLIPS_AHEAD = 2
 
 
 def shared_options(inputs: ForecastInputs) -> Speed:
@@ -82,8 +86,9 @@ def _dtype(inputs: ForecastInputs) -> str:
 
 
 def _passes_apart(inputs: ForecastInputs) -> bool:
-    """Return whether guidance passes must be separate calls: with a step cache and on several GPUs."""
-    return inputs.step_cache != NONE or inputs.workload.split is not None
+    """Return whether guidance passes must be separate calls: with caches, and on several GPUs."""
+    caches = inputs.step_cache != NONE or inputs.request.guidance_cache != OFF
+    return caches or inputs.workload.split is not None
 
 
 def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Speed, Seconds, Conflict | None]:
@@ -107,8 +112,9 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
         # A graph would replay the kernels of the step in which it was recorded.
         single = single and base.sparse_tau is None
         base = base.replace(graphed=single and _launch_bound(inputs, strategy, base))
-    compiled, reason, seconds, against = (_compiled if inputs.in_pytorch else _decoder_compiled)(inputs, strategy, base)
-    return base.replace(compiled=compiled, compiled_reason=reason), seconds if compiled else _NOTHING, against
+    compiled, reason, against = _compiled(inputs, strategy, base)
+    seconds = _compiling(inputs, strategy, base).first if compiled else Seconds(0, 0, 0, measured=True)
+    return base.replace(compiled=compiled, compiled_reason=reason), seconds, against
 
 
 def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
@@ -204,66 +210,99 @@ def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed)
     return call.likely < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
 
 
-def _compiled(
-    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
-) -> tuple[bool, Fact, Seconds, Conflict | None]:
-    """Return whether blocks are compiled, the reason, the compilation time, and why they cannot be if requested."""
-    workload, name = inputs.workload, inputs.in_pytorch[0]
-    device, dtype = device_name(inputs.machine, workload.device), workload.dtypes[name]
-    measured = compile_seconds(inputs.history, device, workload.spec, dtype, strategy.quantization)
-    likely = COMPILE_SECONDS if measured is None else measured
-    seconds = Seconds(likely, likely / 4, likely * 2, measured=measured is not None)
-    mode = inputs.request.compile
-    if mode == "never":
-        return False, Fact("planner.not_compiled_asked"), seconds, None
-    if "compiled" in workload.spec.lacks:
-        return False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}), seconds, None
-    part = constraints.ComponentSettings(
-        component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
+class _Compiling(NamedTuple):
+    """The time that compiling takes, and the clips that share it.
+
+    Attributes:
+        first: before this clip.
+        later: seconds before each later clip, in a process of its own or in this one.
+        clips: how many clips are counted, this one included.
+    """
+
+    first: Seconds
+    later: float
+    clips: int
+
+    def pays_off(self, saved: float) -> tuple[bool, Fact]:
+        """Return whether compiling takes fewer seconds than it saves of all counted clips, and the reason.
+
+        Args:
+            saved: seconds of each clip.
+        """
+        seconds, measured = self.first.likely, self.first.measured
+        data = {"seconds": seconds, "saved": max(saved, 0.0), "measured": measured, "clips": self.clips}
+        if saved * self.clips > seconds + self.later * (self.clips - 1):
+            return True, Fact("planner.compiled_pays_off", data)
+        return False, Fact("planner.not_compiled_pays_off", data)
+
+
+def _compiling(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> _Compiling:
+    """Return the time that compiling takes: as measured here, else as on an H200's host."""
+    workload = inputs.workload
+    code = compiled_code(workload, inputs.machine, inputs.backends, strategy.quantization, base)
+    measured = compile_seconds(inputs.history, code)
+    fresh = min(max(_COMPILE_SECONDS * _COMPILE_CORES / inputs.machine.cores, _COMPILE_SECONDS), _COMPILE_AT_MOST)
+    cached = _FROM_CACHE_SECONDS
+    if not inputs.in_pytorch:
+        fresh, cached = _VAE_COMPILE_SECONDS, _VAE_FROM_CACHE_SECONDS
+    cached = cached if measured.cached is None else measured.cached
+    known = measured.cached if measured.on_disk else measured.fresh
+    likely = (cached if measured.on_disk else fresh) if known is None else known
+    return _Compiling(
+        first=Seconds(likely, likely / 2, likely * 2, measured=known is not None),
+        later=0.0 if inputs.long_lived else cached,
+        clips=_CLIPS_AHEAD + clips_made(inputs.history, workload),
     )
-    against = constraints.compile_conflict(part, inputs.machine)
-    if mode == "always":
-        return against is None, Fact("planner.compiled_asked"), seconds, against
+
+
+def _compiled(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> tuple[bool, Fact, Conflict | None]:
+    """Return whether PyTorch's components are compiled, the reason, and why they cannot be if that was requested.
+
+    Args:
+        base: the other options.
+    """
+    workload, mode = inputs.workload, inputs.request.compile
+    transformers = bool(inputs.in_pytorch)
+    if not transformers and (not workload.cuda or inputs.backends["vae"] != PYTORCH):
+        return False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"), None
+    compiled, reason, against = False, Fact("planner.not_compiled_asked"), None
+    if mode != "never":
+        compiled, reason, against = _compiled_if_able(inputs, strategy, base, mode)
+    return compiled, reason if transformers else Fact("planner.only_vae_compiles", {"how": reason}), against
+
+
+def _compiled_if_able(
+    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, mode: str
+) -> tuple[bool, Fact, Conflict | None]:
+    workload, part = inputs.workload, constraints.ComponentSettings(component="vae", backend=PYTORCH)
+    if inputs.in_pytorch:
+        part = replace(part, component="transformer", quantization=strategy.quantization)
+        if "compiled" in workload.spec.lacks:
+            return False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}), None
+    against = constraints.compile_conflict(replace(part, offload=strategy.offload), inputs.machine)
+    if mode == "always" and inputs.in_pytorch:
+        return against is None, Fact("planner.compiled_asked"), against
     if against is not None:
-        return False, Fact("planner.not_compiled", {"cause": against.fact}), seconds, None
+        return False, Fact("planner.not_compiled", {"cause": against.fact}), None
+    if mode == "always":
+        return True, Fact("planner.compiled_asked"), None
     if not workload.cuda:
-        return False, Fact("planner.not_compiled_on_cpu"), seconds, None
+        return False, Fact("planner.not_compiled_on_cpu"), None
+    saved = sum(_saved(inputs, strategy, base, name) for name in (*inputs.in_pytorch, "vae"))
+    return *_compiling(inputs, strategy, base).pays_off(saved), None
+
+
+def _saved(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, name: str) -> float:
+    """Return how many seconds of a clip compiled code saves in a component, less than 0 if it is slower."""
+    if inputs.backends[name] != PYTORCH:
+        return 0.0
     before, after = (
         call_seconds(inputs, strategy, name, base.replace(compiled=compiled)) for compiled in (False, True)
     )
-    faster = after.likely if after.known else before.likely / compiled_speedup(strategy.quantization)
-    saved = (before.likely - faster) * sum(inputs.calls[name] for name in inputs.in_pytorch)
-    return *_pays_off(seconds, saved), seconds, None
-
-
-def _decoder_compiled(
-    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed
-) -> tuple[bool, Fact, Seconds, Conflict | None]:
-    """Return what `_compiled` does if no transformer runs in PyTorch alone: only the VAE can be compiled."""
-    mode = inputs.request.compile
-    if not inputs.workload.cuda or inputs.backends["vae"] != PYTORCH:
-        return False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"), _NOTHING, None
-    seconds = Seconds(_DECODER_COMPILE_SECONDS, 2.0, 8.0)
-    part = constraints.ComponentSettings(component="vae", backend=PYTORCH, offload=strategy.offload)
-    against = constraints.compile_conflict(part, inputs.machine)
-    if mode == "never":
-        compiled, reason = False, Fact("planner.not_compiled_asked")
-    elif against is not None:
-        compiled, reason = False, Fact("planner.not_compiled", {"cause": against.fact})
-    elif mode == "always":
-        compiled, reason = True, Fact("planner.compiled_asked")
-    else:
-        before, after = (call_seconds(inputs, strategy, "vae", base.replace(compiled=flag)) for flag in (False, True))
-        compiled, reason = _pays_off(seconds, before.likely - after.likely)
-    return compiled, Fact("planner.only_vae_compiles", {"how": reason}), seconds, None
-
-
-def _pays_off(seconds: Seconds, saved: float) -> tuple[bool, Fact]:
-    """Return whether compilation takes fewer seconds than it saves, and the reason."""
-    data = {"seconds": seconds.likely, "saved": max(saved, 0.0), "measured": seconds.measured}
-    if saved > seconds.likely:
-        return True, Fact("planner.compiled_pays_off", data)
-    return False, Fact("planner.not_compiled_pays_off", data)
+    faster = after.likely
+    if is_transformer(name) and not after.known:
+        faster = before.likely / compiled_speedup(strategy.quantization)
+    return (before.likely - faster) * inputs.calls[name]
 
 
 def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:

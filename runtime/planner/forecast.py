@@ -11,7 +11,7 @@ from math import erfc, isclose, sqrt
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.core.sparse_attention import BLOCK, TAU, exact_share
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
@@ -90,6 +90,10 @@ _KNOWN_GPU = (0.75, 1.6)
 _OTHER_GPU = (0.3, 2.5)
 _CPU = (0.6, 2.5)
 _ENGINE = (0.8, 1.3)
+# The least seconds of a component's engine that was never measured, as factors of uncompiled PyTorch's. Measured were
+# 0.21 and more for the shipped model on an H200, where starting kernels takes longer than running them, 0.31 and more
+# on CPUs (docs/tested.md), and 0.93 and more for large components (bench/h200.md), whose factor is a guess.
+_ENGINE_AT_BEST = {"small": 0.2, "cpu": 0.3, "cuda": 0.75}
 # Slowdown of quantized arithmetic against 16 bits, (low, likely, high): three models on an H200.
 _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
     "none": (1.0, 1.0, 1.0),
@@ -99,6 +103,8 @@ _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
 }
 # Share of the transformers' time that remains with a step cache, (low, likely, high): it depends on model and clip.
 _CACHED = (0.3, 0.7, 1.05)
+# The same with a guidance cache, which leaves out the second pass of every other step at most; see bench/step_cache.md.
+_GUIDANCE_CACHED = (0.75, 0.87, 1.0)
 # Bytes per second from RAM to the GPU over PCIe 4: pinned, likely, pageable, and layer by layer.
 _PCIE_FAST, _PCIE, _PCIE_SLOW, _PCIE_BY_LAYER = 25 * _GIGA, 16 * _GIGA, 12 * _GIGA, 6 * _GIGA
 # Share of the shorter of transfer and computation that does not overlap with the longer.
@@ -158,6 +164,7 @@ class ForecastInputs:
         free_bytes: of the device.
         chunk: latent frames that the VAE decodes in one call if memory suffices.
         step_cache: with its strength, or "none".
+        long_lived: see `resolve.PlanningContext`.
         base: execution options that all strategies share.
         offers: all engines for each component, with those that the request's settings exclude.
         levels: factors on the measured seconds of the engines in use, see `level`.
@@ -173,6 +180,7 @@ class ForecastInputs:
     free_bytes: int
     chunk: int
     step_cache: str = NONE
+    long_lived: bool = False
     base: Speed = EAGER
     offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
@@ -225,6 +233,8 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     if exact is not None:
         return exact
     workload = inputs.workload
+    if name in workload.engine_bytes and name not in workload.engine_seconds:
+        return _unmeasured_engine(inputs, strategy, name, speed)
     measured = _similar_call(inputs, strategy, name, speed)
     if measured is not None:
         like, call = measured
@@ -238,6 +248,20 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     if name in inputs.loaded:
         speedup *= attention_speedup(speed, workload) / attention_speedup(like, workload)
     return call if speedup == 1.0 else replace(call * (1 / speedup), measured=False, inferred=False)
+
+
+def _unmeasured_engine(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
+    """Return the latency of one call on engines of a whole component that were not measured: about PyTorch's."""
+    workload = inputs.workload
+    without = replace(
+        workload,
+        engines={other: uses for other, uses in workload.engines.items() if other != name},
+        engine_bytes={other: size for other, size in workload.engine_bytes.items() if other != name},
+    )
+    in_pytorch = replace(inputs, backends={**inputs.backends, name: PYTORCH}, workload=without)
+    plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False))
+    at_best = _ENGINE_AT_BEST["cpu" if not workload.cuda else "small" if workload.spec.small else "cuda"]
+    return replace(plain.as_inferred(), low=at_best * plain.likely)
 
 
 def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:
@@ -528,7 +552,7 @@ def _kind(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Sp
         quantization=strategy.quantization if transformer else "none",
         offload=strategy.offload,
         tile=history.tile_of(strategy, name),
-        step_cache=history.cache_of(inputs.step_cache, name),
+        step_cache=history.cache_of(inputs.step_cache, inputs.request.guidance_cache, name),
         speed=_tag(inputs, name, speed),
     )
 
@@ -559,8 +583,11 @@ def _seconds_of_calls(
     if per_call is not None:
         return per_call * calls
     call = call_seconds(inputs, strategy, name, speed)
-    if history.cache_of(inputs.step_cache, name):
+    if history.cache_of(inputs.step_cache, OFF, name):
         call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
+    if history.cache_of(NONE, inputs.request.guidance_cache, name):
+        low, likely, high = _GUIDANCE_CACHED
+        call = Seconds(likely * call.likely, low * call.low, high * call.high)
     whole = stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
     # What was measured by itself, when an engine was built, is no measurement of a clip.
     as_ran = strategy.offload != "none" or _ran_call(inputs, strategy, name, speed) is not None

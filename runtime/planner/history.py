@@ -6,12 +6,14 @@ Pure: `pipeline.history_file` reads and writes the history file.
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from pydantic import Field
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
-from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan, Speed
+from runtime.core.plan import PYTORCH, ComponentPlan, EngineRef, ExecutionPlan, Speed
+from runtime.core.request import OFF
 from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
@@ -29,8 +31,12 @@ _MEASURED = (0.75, 1.4)
 _SCALED = (0.6, 1.7)
 # `Kind.component` of an attention kernel measured by itself.
 ATTENTION = "attention"
-# `Run.flops` of a compilation, whose time does not depend on the size.
+# `Kind.component` of compilations: of all components, and of the VAE if engines compute the transformers.
+_COMPILING, _COMPILING_VAE = "compiling", "compiling vae"
+# `Run.flops` of a compilation without the cache, whose time does not depend on the size.
 _ANY_SIZE = 1.0
+# `Kind.speed` of a compilation from the cache on the disk begins with this.
+_CACHED = "cached"
 
 
 class Kind(FrozenModel):
@@ -38,9 +44,9 @@ class Kind(FrozenModel):
 
     Attributes:
         model: digest of the architecture, see `architecture`.
-        component: "transformer" for both transformers; also "attention" and "compiling".
+        component: "transformer" for both transformers; also "attention", "compiling" and "compiling vae".
         tile: side of the decoder's tiles in latents; empty for whole frames.
-        step_cache: empty for none.
+        step_cache: with the guidance cache, see `cache_of`; empty for none.
         speed: see `history_tag`.
     """
 
@@ -66,6 +72,7 @@ class Run(FrozenModel):
         excess_bytes: the measured peak minus the forecast peak; `None` if not measured.
         loaded: whether other programs used much of the processor meanwhile; such runs count only where there is no
             other, and are never called measured.
+        jobs: how many jobs of this kind and size there were.
     """
 
     kind: Kind
@@ -74,6 +81,14 @@ class Run(FrozenModel):
     working_bytes: int = Field(gt=0)
     excess_bytes: int | None
     loaded: bool = False
+    jobs: int = Field(default=1, ge=1)
+
+    @property
+    def cached_code(self) -> str:
+        """The name of the compiled code on the disk that this run shows to exist; empty for other runs."""
+        if not self.kind.speed.startswith(_CACHED):
+            return ""
+        return hashlib.sha256(f"{self.kind!r} {self.flops!r}".encode()).hexdigest()[:16]
 
 
 History = Sequence[Run]
@@ -124,7 +139,7 @@ def runs_of(
             quantization=parts[0].quantization,
             offload=strategy.offload,
             tile=tile_of(strategy, name),
-            step_cache=cache_of(planned.step_cache, name),
+            step_cache=cache_of(planned.step_cache, planned.guidance_cache, name),
             speed=speed,
         )
         runs.append(
@@ -132,7 +147,8 @@ def runs_of(
                 kind=kind,
                 flops=workload.flops(name, strategy.decode_tile),
                 seconds=timings.get(measured, 0.0) / sum(calls[stage.component] for stage in alike),
-                working_bytes=largest.working_bytes,
+                # Offloaded by layer, a text encoder needs no more than its embedding.
+                working_bytes=max(largest.working_bytes, 1),
                 excess_bytes=None if peak is None else baseline_bytes(workload.device) + peak - largest.peak_bytes,
                 loaded=loaded and not workload.cuda,
             )
@@ -221,12 +237,15 @@ def tile_of(strategy: MemoryStrategy, component: str) -> str:
     return str(strategy.decode_tile) if tiled else ""
 
 
-def cache_of(step_cache: str, component: str) -> str:
+def cache_of(step_cache: str, guidance_cache: str, component: str) -> str:
     """Return `Kind.step_cache`; empty for all components but the transformers.
 
-    Empty too if the cache is one of those whose calls are known: only computed passes count, see `calls_of`.
+    A step cache whose calls are known is left out: only computed passes count, see `calls_of`.
     """
-    return "" if not is_transformer(component) or step_cache == NONE or is_scheduled(step_cache) else step_cache
+    if not is_transformer(component):
+        return ""
+    steps = "" if step_cache == NONE or is_scheduled(step_cache) else step_cache
+    return f"{steps} {'' if guidance_cache == OFF else f'guidance:{guidance_cache}'}".strip()
 
 
 def architecture(spec: ModelSpec) -> str:
@@ -263,6 +282,9 @@ def newer(before: Run | None, run: Run) -> Run:
     """
     if before is None:
         return run
+    run = run.replace(jobs=before.jobs + run.jobs)
+    if not run.seconds:
+        run = run.replace(seconds=before.seconds, loaded=before.loaded)
     if run.excess_bytes is None:
         run = run.replace(working_bytes=before.working_bytes, excess_bytes=before.excess_bytes)
     if run.loaded and before.seconds and not run.seconds < before.seconds:
@@ -284,29 +306,92 @@ def attention_kind(device: str, dtype: str, name: str) -> Kind:
     )
 
 
-def compilation_run(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float) -> Run:
-    """Return the run that records a job's compilation time; a transformer of the plan must run in PyTorch."""
-    part = next(part for name, part in plan.components.items() if is_transformer(name) and not part.engines)
-    kind = _compilation_kind(device_name(machine, part.device), spec, part.dtype, part.quantization)
-    return Run(kind=kind, flops=_ANY_SIZE, seconds=seconds, working_bytes=1, excess_bytes=None)
+class CompileSeconds(NamedTuple):
+    """How long compiling takes on this machine.
+
+    Attributes:
+        fresh: measured without the cache on the disk; `None` if it was not.
+        cached: measured with it; `None` if it was not.
+        on_disk: whether the cache has the code of this clip.
+    """
+
+    fresh: float | None
+    cached: float | None
+    on_disk: bool
 
 
-def compile_seconds(history: History, device: str, spec: ModelSpec, dtype: str, quantization: str) -> float | None:
-    """Return the last measured compilation time, for clips of any size; `None` if not measured."""
-    call = seconds_per_call(history, _compilation_kind(device, spec, dtype, quantization), _ANY_SIZE)
-    return None if call is None else call.likely
+class CompiledCode(NamedTuple):
+    """What the time of compiling depends on; see `compiled_code`."""
+
+    kind: Kind
+    flops: float
+    options: str
+
+    @property
+    def in_cache(self) -> Kind:
+        """The kind of compilations from the cache."""
+        return self.kind.replace(speed=f"{_CACHED} {self.options}".rstrip())
 
 
-def _compilation_kind(device: str, spec: ModelSpec, dtype: str, quantization: str) -> Kind:
-    """Return the kind of compilation runs."""
-    return Kind(
-        device=device,
-        model=architecture(spec),
-        component="compiling",
-        backend="pytorch",
-        dtype=dtype,
-        quantization=quantization,
+def compiled_code(
+    workload: Workload, machine: Machine, backends: Mapping[str, str], quantization: str, speed: Speed
+) -> CompiledCode:
+    """Return what is compiled for a clip: blocks of transformers that PyTorch alone computes, and the VAE's kernels.
+
+    Args:
+        backends: by component; those of block engines count as engines.
+        quantization: of the transformers.
+        speed: with these options. They change the code, as the size does.
+    """
+    in_pytorch = [name for name, backend in backends.items() if is_transformer(name) and backend == PYTORCH]
+    name = in_pytorch[0] if in_pytorch else "vae"
+    device = device_name(machine, workload.device)
+    options = {"text": speed.text_kept and bool(in_pytorch), "fused": speed.fused and bool(in_pytorch)}
+    kind = Kind(
+        device=device if not workload.cuda else f"{device}, {machine.cores} cores",
+        model=architecture(workload.spec),
+        component=_COMPILING if in_pytorch else _COMPILING_VAE,
+        backend=f"{PYTORCH} {machine.torch_version}",
+        dtype=workload.dtypes[name],
+        quantization=quantization if in_pytorch else "none",
         offload="none",
+    )
+    tags = [history_tag(speed.replace(compiled=True), name), *(option for option, used in options.items() if used)]
+    return CompiledCode(kind, workload.flops(name), " ".join(tags))
+
+
+def compilation_runs(
+    plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float, *, cached: bool
+) -> list[Run]:
+    """Return the runs that record how long a job's code took to compile, and that it is in the cache now.
+
+    Args:
+        cached: whether it came from the cache.
+    """
+    backends = {name: part.backend for name, part in plan.components.items()}
+    code = compiled_code(Workload.of(plan, spec), machine, backends, plan.strategy.quantization, plan.speed)
+    run = Run(kind=code.in_cache, flops=code.flops, seconds=seconds, working_bytes=1, excess_bytes=None)
+    if cached:
+        return [run]
+    return [run.replace(kind=code.kind, flops=_ANY_SIZE), run.replace(seconds=0.0)]
+
+
+def compile_seconds(history: History, code: CompiledCode) -> CompileSeconds:
+    """Return how long compiling takes: in the last job without the cache, of any size, and in the last one with it."""
+    fresh = [run.seconds for run in history if run.kind == code.kind]
+    from_cache = [run for run in history if run.kind == code.in_cache]
+    here = [run for run in from_cache if _distance(run, code.flops) < _SAME_RATIO]
+    timed = [run.seconds for run in (*from_cache, *here) if run.seconds]
+    return CompileSeconds(fresh[-1] if fresh else None, timed[-1] if timed else None, bool(here))
+
+
+def clips_made(history: History, workload: Workload) -> int:
+    """Return how many clips of a model's architecture and of a size this machine has made, with any settings."""
+    model, flops = architecture(workload.spec), workload.flops("transformer")
+    return sum(
+        run.jobs
+        for run in history
+        if (run.kind.component, run.kind.model) == ("transformer", model) and _distance(run, flops) < _SAME_RATIO
     )
 
 
@@ -318,7 +403,7 @@ def corrected_by_history(history: History, kind: Kind, flops: float, stage: Stag
     run = _nearest([run for run in history if run.excess_bytes is not None], kind, flops)
     if run is None or run.excess_bytes is None:
         return stage
-    scale = stage.working_bytes / run.working_bytes if run.excess_bytes > 0 else 1.0
+    scale = max(stage.working_bytes, 1) / run.working_bytes if run.excess_bytes > 0 else 1.0
     return corrected(stage, int(run.excess_bytes * scale))
 
 

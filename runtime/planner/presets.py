@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Machine
 from runtime.models.quantization import FP8
@@ -53,7 +53,7 @@ def presets(spec: ModelSpec, machine: Machine) -> tuple[Preset, ...]:
     large = spec.transformer.block_parameters >= _LARGE
     quantization = FP8 if large and lacking(FP8, machine) is None else AUTO
     attention = FP8 if large and attention_conflict(FP8, machine) is None else AUTO
-    chosen = {"step_cache": NONE, "vae_precision": AUTO}
+    chosen = {"step_cache": NONE, "guidance_cache": OFF, "vae_precision": AUTO}
     balanced = Preset(BALANCED, {**chosen, "steps": steps, "quantization": AUTO, "attention": AUTO})
     fast = Preset(FAST, {**chosen, "steps": fewer, "quantization": quantization, "attention": attention})
     exact = {"quantization": UNQUANTIZED, "attention": AUTO, "vae_precision": "float32"}

@@ -53,6 +53,7 @@ class PlanningContext(NamedTuple):
         others: indices of more GPUs that it may use; `None` for all usable ones.
         compares: whether engines are looked up for what is requested in PyTorch too, so that its forecast is comparable
             with theirs. It needs the digest of the component's weights.
+        long_lived: whether one process makes the clip and later ones, as in the web app: compiled code is loaded once.
     """
 
     machine: Machine
@@ -62,6 +63,7 @@ class PlanningContext(NamedTuple):
     gpu: int = 0
     others: Sequence[int] | None = None
     compares: bool = False
+    long_lived: bool = False
 
 
 def resolve(
@@ -70,7 +72,8 @@ def resolve(
     """Return the plan of a request.
 
     Args:
-        builds_later: whether engines are built when no video waits instead of first, as with `build="idle"`.
+        builds_later: whether engines are built when no video waits instead of first, as with `build="idle"`. Processes
+            that do this are long-lived.
 
     Raises:
         InvalidRequestError: for an unsupported size or length, with the nearest that is supported.
@@ -78,6 +81,7 @@ def resolve(
         MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
     if builds_later or request.build == IDLE:
+        context = context._replace(long_lived=context.long_lived or builds_later)
         return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
     _check_supported(request, spec)
     assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
@@ -126,7 +130,7 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     Raises:
         InvalidRequestError: naming the first such field.
     """
-    for field, off in (("gpus", 1), ("step_cache", NONE)):
+    for field, off in (("gpus", 1), ("step_cache", NONE), ("guidance_cache", OFF)):
         if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
     if request.compile == "always" and "compiled" in spec.lacks:
@@ -183,6 +187,9 @@ class _Settings:
         clip.check_size(spec, width, height, frames)
         steps = _or(request.steps, spec.defaults.steps)
         guidance, guidance_2, embedded_guidance = _guidance(request, spec)
+        if request.guidance_cache != OFF and max(guidance, guidance_2 or 0) <= 1:
+            code = "planner.one_pass_only" if spec.embedded_guidance else "planner.no_guidance_to_cache"
+            raise InvalidRequestError("guidance_cache", code, model=spec.title)
         clip.check_shift(request, spec)
         shift = clip.shift_override(request, spec)
         strength = _or(request.strength, STRENGTH)
@@ -227,6 +234,7 @@ class _Placed:
         dtypes: by component, of what PyTorch computes.
         free_bytes: of the device with the least.
         offered: returns the engines for a component.
+        long_lived: see `PlanningContext`.
     """
 
     request: GenerationRequest
@@ -240,6 +248,7 @@ class _Placed:
     split: Split | None
     offload: str
     offered: ComponentOffers
+    long_lived: bool
 
     def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> PlanForecast:
         """Return the forecasts and the strategy with these engines."""
@@ -260,6 +269,7 @@ class _Placed:
             free_bytes=self.free_bytes,
             chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
             step_cache=settings.step_cache,
+            long_lived=self.long_lived,
             offers={name: self.offered(name) for name in choices},
             levels={
                 name: level(choice.offer, paths[name])
@@ -298,6 +308,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         return () if left_out else context.offers(component, latent_size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
+    # A GPU for the pass without the prompt would be idle where that pass is left out, so all share each pass.
+    guided = guided and request.guidance_cache == OFF
     split, split_warnings = placement.decide(
         request, spec, context.machine, context.gpu, context.others, guided=guided, offered=offered
     )
@@ -317,6 +329,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         split=split,
         offload=offload,
         offered=offered,
+        long_lived=context.long_lived,
     )
     component_settings = constraints.ComponentSettings(
         component="",
@@ -361,6 +374,7 @@ def _plan(
         shift=settings.shift,
         step_cache=settings.step_cache,
         mag_ratios=settings.mag_ratios,
+        guidance_cache=request.guidance_cache,
         loras=spec.loras,
         crf=default_crf(settings.width, settings.height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
@@ -437,6 +451,7 @@ def _components(
                 *choices[name].reasons,
                 *_video_reason(name, settings, inputs.request, spec),
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
+                *_guidance_cache_reason(name, settings, inputs.request),
                 *placement.reasons(split, name),
             ),
             engines=choices[name].engines,
@@ -570,6 +585,14 @@ def _cache_reason(
         return (Fact("planner.step_cached", {"step_cache": step_cache}),)
     data = {"step_cache": step_cache, "computed": computed[component], "steps": steps[component]}
     return (Fact("planner.steps_computed", data),)
+
+
+def _guidance_cache_reason(component: str, settings: _Settings, request: GenerationRequest) -> tuple[Fact, ...]:
+    """Return that passes of a transformer are left out; nothing if it has no guidance."""
+    scales = {"transformer": settings.guidance, "transformer_2": settings.guidance_2 or 0}
+    if request.guidance_cache == OFF or scales.get(component, 0) <= 1:
+        return ()
+    return (Fact("planner.guidance_cached", {"strength": float(request.guidance_cache)}),)
 
 
 def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:

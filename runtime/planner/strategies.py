@@ -29,6 +29,9 @@ Memory = Literal["VRAM", "RAM"]
 # Share of free memory for components that stay loaded, possibly for hours.
 _KEEP_SHARE = {"cpu": 0.6, "cuda": 0.9}
 
+# A strategy is replaced by one that was measured to be faster if it takes this many times as long. Less is noise.
+_SLOWER = 1.03
+
 # Stands for the backend of existing engines: rules that hold on any machine do not depend on it.
 _ANY_ENGINE = "engine"
 
@@ -44,7 +47,7 @@ class StrategyCandidate:
     """A strategy with its consequences.
 
     Attributes:
-        seconds: by stage, their "total", and "load", which the total excludes.
+        seconds: by stage, their "total", and what the total excludes: "load", and its part "compile".
         tight: whether it fits only without the allocator's slack.
         against: why it is not possible with any amount of memory.
         speed: execution options of PyTorch.
@@ -140,10 +143,32 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
 
 
 def _first(options: list[StrategyCandidate]) -> StrategyCandidate | None:
-    """Return the option to use: unquantized first, and the least tight one only if all are tight."""
+    """Return the option to use: unquantized first, and the least tight one only if all are tight.
+
+    Of those that give the same video, the order is from fast to slow. One that was measured here to be faster than the
+    first comes before it.
+    """
     fitting = sorted(filter(_fits, options), key=_is_quantized)
     roomy = next((option for option in fitting if not option.tight), None)
-    return roomy or min(fitting, key=lambda option: _needs(option.memory), default=None)
+    if roomy is None:
+        return min(fitting, key=lambda option: _needs(option.memory), default=None)
+    measured = [option for option in fitting if not option.tight and _same_video(option, roomy)]
+    fastest = min((option for option in measured if _total(option).measured), key=_seconds, default=roomy)
+    return fastest if _total(roomy).measured and _seconds(roomy) > _SLOWER * _seconds(fastest) else roomy
+
+
+def _same_video(one: StrategyCandidate, other: StrategyCandidate) -> bool:
+    """Return whether two strategies differ in nothing that changes the video."""
+    first, second = one.strategy, other.strategy
+    return (first.quantization, first.decode_tile) == (second.quantization, second.decode_tile)
+
+
+def _total(option: StrategyCandidate) -> Seconds:
+    return option.seconds["total"]
+
+
+def _seconds(option: StrategyCandidate) -> float:
+    return _total(option).likely
 
 
 def _forecasts(
@@ -269,7 +294,8 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> St
     peak = max(stage.peak_bytes for stage in memory)
     ram = memory_model.ram_bytes(inputs.workload, fitted) if inputs.workload.cuda else 0
     seconds = forecast.seconds(inputs, fitted, computed)
-    seconds["load"] += compiling
+    if computed.compiled:
+        seconds |= {"load": seconds["load"] + compiling, "compile": compiling}
     roomy = _needs(memory) <= usable
     against = (
         constraints.step_cache_conflict(inputs.step_cache, fitted.offload, inputs.machine)
@@ -488,6 +514,9 @@ def _with(
         * times_decoded(*plan.latent_shape[3:], strategy.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.strategy.decode_tile),
         memory=(*memory_model.stages(workload, strategy), *upscaling),
-        seconds={name: seconds if name == "load" else seconds * slowdown for name, seconds in plan.seconds.items()},
+        seconds={
+            name: seconds if name in {"load", "compile"} else seconds * slowdown
+            for name, seconds in plan.seconds.items()
+        },
         strategies=plan.strategies if chosen in plan.strategies else (chosen, *plan.strategies),
     )

@@ -277,6 +277,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
         name
         for name, there in (
             ("negative_prompt", not spec.embedded_guidance),
+            ("guidance_cache", not spec.embedded_guidance),
             ("guidance_scale_2", spec.experts > 1),
             ("compile", "compiled" not in spec.lacks),
             ("loras", takes_loras(spec.family)),

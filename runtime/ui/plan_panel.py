@@ -566,13 +566,16 @@ def _summary_line(plan: ExecutionPlan) -> str:
 def _time(plan: ExecutionPlan) -> str:
     total, load = plan.seconds["total"], plan.seconds["load"]
     how = short(total.basis)
+    compile_seconds = plan.seconds.get("compile")
+    compiling = "" if compile_seconds is None else f", {_duration(compile_seconds.likely)} of it compiling"
     sections = ""
     if plan.sections > 1:
         section_seconds = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
         sections = f"{plan.sections} sections of about {_duration(section_seconds)}: "
     return (
         f"{sections}about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
-        f"Loading before the first: about {_duration(load.likely)}."
+        f"Loading before the first: about {_duration(load.likely)}{compiling}. "
+        f"A second clip: about {_duration(plan.second_seconds.likely)}."
     )
 
 

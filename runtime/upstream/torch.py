@@ -3,11 +3,12 @@
 `tests/upstream/test_torch.py` fails if a release of PyTorch changes one of them. Imports torch on use.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from runtime.core.errors import ran_out
 
@@ -33,6 +34,29 @@ def hit_recompile_limit(error: Exception) -> bool:
     Reason: the exceptions are in `torch._dynamo.exc`, and have other names in other releases.
     """
     return "RecompileLimit" in type(error).__name__
+
+
+class CompiledGraphs(NamedTuple):
+    """How many graphs Inductor has found in its cache on the disk, and how many it has compiled, in this process."""
+
+    cached: int = 0
+    compiled: int = 0
+
+    def since(self, before: "CompiledGraphs") -> "CompiledGraphs":
+        """Return how many there are since an earlier count."""
+        return CompiledGraphs(max(self.cached - before.cached, 0), max(self.compiled - before.compiled, 0))
+
+
+def compiled_graphs() -> CompiledGraphs:
+    """Return the graphs of this process so far.
+
+    Reason: whether compiled code comes from the cache decides how long compiling takes; the counters are not public.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")  # without it, nothing was compiled
+    if utils is None:
+        return CompiledGraphs()
+    found = utils.counters["inductor"]
+    return CompiledGraphs(found["fxgraph_cache_hit"], found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"])
 
 
 def empty_host_cache() -> None:

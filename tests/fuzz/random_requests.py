@@ -58,6 +58,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
         "none",
         st.sampled_from(["none", "first-block:0.2", "first-block:9", "magcache", "taylorseer:3"]) | JSON,
     ),
+    "guidance_cache": ("off", st.sampled_from(["off", "0.1", 0.1, "0.3", 0]) | JSON),
     "attention": ("auto", st.sampled_from(["auto", "fp8", "sage", "sol", "sol:1.5", "sol:9"]) | JSON),
     "compile": ("auto", st.sampled_from(["auto", "always", "never"]) | JSON),
     "shift": ("auto", st.sampled_from(["auto", 3.0, 0, -1]) | JSON),

@@ -1,6 +1,7 @@
 """The history file: written by real jobs, read by the next plan, safe against damage and concurrent writers."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ import pytest
 from runtime.core.events import Event, StageStarted, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
-from runtime.planner.history import Run
+from runtime.planner.history import CompileSeconds, Run, compile_seconds, compiled_code
+from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.upstream.torch import CompiledGraphs
 from tests.pipeline.killing import forking
 from tests.pipeline.runs import events_of
 from tests.planner.test_history import RUN
-from tests.plans import machine, tiny_plan
+from tests.plans import machine, no_engines, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -124,7 +128,7 @@ def test_a_run_replaces_the_previous_one_of_its_kind(history: HistoryFile) -> No
     history.add(sized(3))
     again = sized(1)[0].replace(seconds=9.0)
     history.add([again])
-    assert history.read() == (*sized(3)[1:], again)
+    assert history.read() == (*sized(3)[1:], again.replace(jobs=2))
 
 
 def test_the_history_has_a_maximum_size(tmp_path: Path, history: HistoryFile) -> None:
@@ -169,3 +173,59 @@ def test_the_history_is_read_again_only_after_a_change(tmp_path: Path, history: 
     assert len(history.read()) == 3
     (tmp_path / "history.json").unlink()
     assert history.read() == ()
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_compiling_is_measured_without_the_cache_and_from_it(
+    tiny: Tiny, tmp_path: Path, history: HistoryFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that what is there now comes back
+        monkeypatch.delenv(name)
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always", frames=5, steps=2)
+    backends = {name: part.backend for name, part in plan.components.items()}
+    code = compiled_code(Workload.of(plan, spec), machine(), backends, "none", plan.speed)
+    measured = []
+    for _ in range(2):
+        discard_compiled_code()
+        with Residency(no_engines(tmp_path)) as residency:
+            saved = events_of(plan, spec, residency, history=history)[-1]
+            spent = residency.compile_seconds
+        assert isinstance(saved, VideoSaved) and saved.plan["speed"]["compiled"]
+        measured.append((compile_seconds(history.read(), code), spent))
+    discard_compiled_code()
+    (first, fresh), (second, cached) = measured
+    assert first == CompileSeconds(fresh, None, on_disk=True)
+    assert second == CompileSeconds(fresh, cached, on_disk=True)
+    assert 0 < cached < fresh
+    request = GenerationRequest.from_mapping(plan.request_json() | {"compile": "always"})
+    context = PlanningContext(machine(), tmp_path / "x.mp4", history=history.read())
+    assert resolve(request, spec, context).seconds["compile"].likely == cached
+    # Another size needs other code.
+    other = resolve(request.replace(frames=9), spec, context)
+    assert other.seconds["compile"].likely == fresh
+    shutil.rmtree(tmp_path / "compiled")
+    assert compile_seconds(history.read(), code) == CompileSeconds(fresh, None, on_disk=False)
+
+
+def test_compiled_code_counts_while_it_is_in_the_cache(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:
+    spec = tiny("wan2.1")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")
+    backends = {name: part.backend for name, part in plan.components.items()}
+    code = compiled_code(Workload.of(plan, spec), machine(), backends, "none", plan.speed)
+    for graphs, seconds, known in (
+        (CompiledGraphs(compiled=2), 9.0, CompileSeconds(9.0, None, on_disk=True)),
+        (CompiledGraphs(cached=2), 2.0, CompileSeconds(9.0, 2.0, on_disk=True)),
+        # Compiled again: the seconds from the cache stay known.
+        (CompiledGraphs(cached=1, compiled=1), 8.0, CompileSeconds(8.0, 2.0, on_disk=True)),
+        # Triton's kernels alone are not counted as graphs.
+        (CompiledGraphs(), 1.0, CompileSeconds(8.0, 1.0, on_disk=True)),
+    ):
+        history.add_compilation(plan, spec, seconds, graphs)
+        assert compile_seconds(history.read(), code) == known
+    shutil.rmtree(tmp_path / "compiled")
+    assert compile_seconds(history.read(), code) == CompileSeconds(8.0, None, on_disk=False)
+    history.add_compilation(plan, spec, 7.0, CompiledGraphs())
+    assert compile_seconds(history.read(), code) == CompileSeconds(7.0, 1.0, on_disk=True)

@@ -106,6 +106,20 @@ def test_scheduled_caches_equal_those_of_one_process(
 
 
 @pytest.mark.slow
+def test_passes_are_left_out_as_in_one_process(split: Split, residency: Residency, tiny: Tiny, tmp_path: Path) -> None:
+    # The planner lets GPUs share the tokens of each pass if passes are left out.
+    split = split.replace(devices=split.devices[: split.sequence], guidance=1)
+    spec = tiny("wan2.2-a14b")
+    plain = planned(spec, tmp_path / "x.mp4", "none")
+    cached = plain.replace(guidance_cache="0.2")
+    with Residency() as alone:
+        wanted, without = sample(spec, cached, alone), sample(spec, plain, alone)
+    made = sample(spec, cached.replace(split=split), residency)
+    assert (made - wanted).norm() <= 1e-6 * wanted.norm()
+    assert (wanted - without).norm() > 1e-6 * wanted.norm()
+
+
+@pytest.mark.slow
 def test_an_interrupted_job_gives_the_same_video(
     split: Split, residency: Residency, tiny: Tiny, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, Guidance, decode, denoise, get_noise, get_schedule
 from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
 from tests.wan_pipeline import load_pipeline, run_pipeline
@@ -40,7 +40,9 @@ def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.
     scheduler = load_scheduler(spec)
     latents = get_noise(plan)
     steps = get_schedule(plan, scheduler, spec.boundary_ratio)
-    for done in denoise(latents, steps, scheduler, Conditioning(positive, negative), expert, Cancel()):
+    for done in denoise(
+        latents, steps, scheduler, Conditioning(positive, negative), expert, Cancel(), guidance=Guidance.of(plan)
+    ):
         latents = done.latents
     return latents
 

@@ -65,6 +65,9 @@ def plan(model: str, where: Machine, gpu: int = 0, others: list[int] | None = No
         (TI2V, {"gpus": 4}, (2, 2)),
         (A14B, {"gpus": 2, "quantization": "fp8"}, (2, 1)),
         (A14B, {"gpus": 4, "step_cache": "first-block"}, (2, 2)),
+        # A GPU for the pass without the prompt would be idle where it is left out.
+        (A14B, {"gpus": 2, "guidance_cache": "0.1"}, (1, 2)),
+        (A14B, {"gpus": "auto", "guidance_cache": "0.1"}, (1, 4)),
         # With "auto", settings that exclude several GPUs select one.
         (A14B, {"gpus": "auto", "offload": "group"}, None),
         (A14B, {"gpus": "auto", "quantization": "bnb-4bit"}, None),

@@ -39,6 +39,7 @@ def test_presets_of_a_model(model: str, here: Machine, steps: tuple[int, ...], f
     assert dict(found[2].changes) == {
         "steps": steps[2],
         "step_cache": "none",
+        "guidance_cache": "off",
         "quantization": "none",
         "attention": "auto",
         "vae_precision": "float32",

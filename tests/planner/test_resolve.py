@@ -282,6 +282,42 @@ def test_a_forecast_counts_the_steps_that_a_cache_computes(
     assert measured.measured and measured.likely == pytest.approx(2 * 2.0 * sum(computed))
 
 
+@pytest.mark.parametrize(
+    ("model", "values", "code"),
+    [
+        ("wan2.1", {"guidance_scale": 1.0}, "planner.no_guidance_to_cache"),
+        ("wan2.2-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 1.0}, "planner.no_guidance_to_cache"),
+        ("wan2.2-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, ""),
+        ("wan2.2-a14b", {}, ""),
+        ("hunyuan-video", {}, "planner.one_pass_only"),
+    ],
+)
+def test_a_guidance_cache_needs_guidance(
+    model: str, values: dict[str, Any], code: str, tiny: Callable[[str], ModelSpec]
+) -> None:
+    spec, asked = tiny(model), {**values, "guidance_cache": "0.1"}
+    if not code:
+        made = plan(spec, **asked)
+        assert made.guidance_cache == made.request_json()["guidance_cache"] == "0.1"
+        cached = {
+            name
+            for name, part in made.components.items()
+            if "planner.guidance_cached" in {reason.code for reason in part.reasons}
+        }
+        assert cached == ({"transformer_2"} if values else {"transformer", "transformer_2"})
+        return
+    with pytest.raises(InvalidRequestError) as refused:
+        plan(spec, **asked)
+    assert (refused.value.fact.code, refused.value.field) == (code, "guidance_cache")
+
+
+def test_a_guidance_cache_is_not_automatic_and_needs_separate_passes(tiny: Callable[[str], ModelSpec]) -> None:
+    spec, here = find("diorama", OUT), machine(gpu=gpu(), torch_cuda="13.0")
+    plain, cached = (plan(spec, here, guidance_scale=3.0, guidance_cache=cache) for cache in ("off", "0.2"))
+    assert (plain.speed.paired, cached.speed.paired) == (True, False)
+    assert plan(tiny("wan2.1")).guidance_cache == "off"
+
+
 def test_magcache_needs_ratios_of_the_model(tiny: Callable[[str], ModelSpec]) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         plan(tiny("wan2.1"), step_cache="magcache")

@@ -127,6 +127,35 @@ def test_a_tight_fit_is_the_last_resort_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
+    ("measured", "offload"),
+    [
+        ({}, "none"),
+        ({"none": 60.0}, "none"),
+        # What was not measured is not known to be faster.
+        ({"model": 40.0}, "none"),
+        ({"none": 60.0, "model": 40.0}, "model"),
+        ({"none": 60.0, "model": 59.0}, "none"),
+        ({"none": 60.0, "model": 50.0, "group": 40.0}, "group"),
+        ({"none": 40.0, "group": 60.0}, "none"),
+    ],
+)
+def test_no_strategy_is_chosen_that_was_measured_slower(measured: dict[str, float], offload: str) -> None:
+    here, model = on(60, 500), spec(A14B)
+    asked: dict[str, Any] = {"compile": "never", "steps": 4}
+    history = []
+    for way, seconds in measured.items():
+        ran = plan(A14B, here, offload=way, **asked)
+        timings = {"text_encoder": 1.0, "denoise": seconds, "decode": 2.0}
+        history += runs_of(ran, ran, model, here, timings, {})
+    request = GenerationRequest.from_mapping(plan(A14B, here, **asked).request.to_json() | {"offload": "auto"})
+    made = resolve(request, model, PlanningContext(here, Path("x.mp4"), history=history))
+    assert made.strategy.offload == offload
+    # A request for another one counts.
+    none = resolve(request.replace(offload="none"), model, PlanningContext(here, Path("x.mp4"), history=history))
+    assert none.strategy.offload == "none"
+
+
+@pytest.mark.parametrize(
     ("model", "where", "values", "code", "gib", "instead"),
     [
         (A14B, on(24, 96), {"offload": "none", "quantization": "none"}, SHORT, {"peak": 30.7}, {"offload": "group"}),
@@ -359,7 +388,7 @@ def test_the_plan_says_it_all_as_json() -> None:
     assert result["memory"]["peak_bytes"] == result["memory_bytes"]
     assert result["memory"]["free_bytes"] == 24 * GIB
     assert [stage["component"] for stage in result["memory"]["stages"]] == list(result["components"])
-    assert set(result["forecast"]) == {"encode", "denoise", "decode", "total", "load"}
+    assert set(result["forecast"]) == {"encode", "denoise", "decode", "total", "load", "second"}
     for forecast in result["forecast"].values():
         assert forecast["low"] <= forecast["seconds"] <= forecast["high"]
         assert forecast["measured"] is False

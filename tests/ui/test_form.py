@@ -47,6 +47,7 @@ GOOD: dict[str, Any] = {
     "gpus": "1",
     "loras": "",
     "step_cache": "none",
+    "guidance_cache": "off",
     "attention": "auto",
     "compile": "auto",
     "vae_precision": "auto",

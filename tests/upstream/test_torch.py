@@ -36,6 +36,21 @@ def test_the_digests_of_the_compilers_source_are_kept(monkeypatch: pytest.Monkey
     assert codecache.torch_key()
 
 
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_graphs_from_the_cache_are_told_from_those_that_were_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for wanted in (private.CompiledGraphs(compiled=1), private.CompiledGraphs(cached=1)):
+        torch.compiler.reset()
+        before = private.compiled_graphs()
+        with torch.no_grad():
+            torch.compile(lambda x: torch.sin(x) * 3 + 1, fullgraph=True, dynamic=False)(torch.ones(7))
+        assert private.compiled_graphs().since(before) == wanted
+    torch.compiler.reset()
+
+
 def test_page_locked_memory_can_be_returned() -> None:
     assert hasattr(torch.accelerator, "empty_host_cache") or hasattr(torch._C, "_host_emptyCache")
 

@@ -302,6 +302,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.built_again": Message("Built again, as requested."),
     "planner.built_first": Message("Built first, {seconds:about} ({cause:clause})."),
     "planner.built_first_unknown": Message("Built first ({cause:clause})."),
+    "planner.not_built_slower": Message("No engine is built: {backend:backend} cannot be faster than what runs."),
     "planner.built_later": Message(
         "Its {backend:backend} engine is built when no video waits.",
         badge="{backend:backend} engine is built when idle",
@@ -336,6 +337,18 @@ _REASONS: Mapping[str, Message] = {
         badge="{lack:badge}, {seconds:about} to build",
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
+    "planner.guidance_cached": Message(
+        "After a step whose guidance passes differ by at most {strength:g} of their size, only the one with the prompt "
+        "runs, as requested."
+    ),
+    "planner.no_guidance_to_cache": Message(
+        "{model} runs without guidance here, so there is no second pass to leave out.",
+        "Use {set[guidance_cache=off]}, or a guidance scale above 1.",
+    ),
+    "planner.one_pass_only": Message(
+        "{model} takes its guidance scale as an input and has no second pass to leave out.",
+        "Use {set[guidance_cache=off]}.",
+    ),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.steps_computed": Message(
         "{computed} of {steps:n step} are computed, the others reuse block residuals ({step_cache}), as requested."
@@ -379,12 +392,12 @@ _REASONS: Mapping[str, Message] = {
         "Not compiled: on a CPU, an Inductor engine is compiled once for all clips."
     ),
     "planner.compiled_pays_off": Message(
-        "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} of "
-        "this clip."
+        "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} a "
+        "clip; {clips:n clip} of this size are counted."
     ),
     "planner.not_compiled_pays_off": Message(
         "Not compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} "
-        "of this clip."
+        "a clip; {clips:n clip} of this size are counted."
     ),
     "planner.text_kept": Message("The text's keys and values are computed once per clip ({bytes:memory})."),
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),

@@ -95,7 +95,8 @@ def test_kernels_compute_the_convolutions_of_96_channels(chunk: int) -> None:
     got, caches = decoded(DecoderSteps(vae.decoder, channels_last=True, ops=fast))
     taken, (again, _) = fast.compile_seconds, decoded(DecoderSteps(vae.decoder, channels_last=True, ops=fast))
     assert torch.equal(again, got)
-    assert 0 < taken == fast.compile_seconds, "once: then it is there"
+    # Once: then it is there. By the second call, it is known how long one takes that compiles nothing.
+    assert 0 < fast.compile_seconds <= taken
     calls = 2 * (1 + -(-4 // chunk))
     assert kernels.taken == [(96, 96, 3, 3, 3)] * 4 * calls, "two blocks of two convolutions"
     torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.02)
