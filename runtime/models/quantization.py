@@ -77,7 +77,7 @@ def diffusers_config(kind: str, dtype: Any, unquantized: Sequence[str] = ()) -> 
         MachineError: if the package is missing or cannot be imported.
     """
     _import_package(kind)
-    import diffusers
+    from runtime.upstream.libraries import diffusers
 
     if kind == FP8:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow

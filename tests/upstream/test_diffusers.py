@@ -38,8 +38,7 @@ def predict(module: Any, seed: int = 0) -> torch.Tensor:
 def test_one_transformer_is_imported_without_the_others() -> None:
     code = """
 import sys
-from runtime.upstream.diffusers import import_submodules_only
-import_submodules_only()
+import runtime.upstream.libraries
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 loaded = set(sys.modules)

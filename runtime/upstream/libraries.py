@@ -1,0 +1,238 @@
+"""diffusers and transformers, imported without packages and modules that no model here uses.
+
+Import them from this module: what they import is decided when they are first imported. `tests/pipeline/test_start.py`
+lists what a job may import.
+
+Reasons, none of which has a setting:
+
+- Both import optional packages wherever these are installed, and fail if one of them does not suit PyTorch.
+- Both decorate functions with TorchDynamo's decorators, so that it is imported although nothing is compiled.
+- diffusers reads the metadata of every installed package, and imports all models of a kind where one is needed.
+- transformers reads the source of all its models, and imports DTensor.
+"""
+
+import functools
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+# Packages that are hidden from both libraries. bitsandbytes and scipy are imported where they are used.
+_UNUSED = ("peft", "bitsandbytes", "sklearn", "scipy", "torchvision", "torchaudio")
+# Functions of `transformers.utils` that keep their first answer.
+_ASKED = tuple(f"is_{name}_available" for name in (*_UNUSED, "torch_distributed"))
+# Packages of diffusers whose `__init__` imports every model of its kind.
+_EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders", "diffusers.models.unets")
+# Folders of transformers whose names are known before another one is asked for.
+_MODELS = ("auto", "clip", "llama", "siglip", "t5", "umt5")
+# Modules of transformers with the names of models, and the prefix of their modules.
+_OF_MODELS = {"transformers": "models", "transformers.models": None}
+# Decorators of TorchDynamo.
+_DYNAMO, _DECORATORS = "torch._dynamo", ("allow_in_graph", "assume_constant_result", "disable")
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with a module as soon as that is imported."""
+
+    def __init__(self, module: str, then: Callable[[Any], None]) -> None:
+        self._module, self._then = module, then
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return how to import the module; `None` for others."""
+        spec = PathFinder.find_spec(name, path) if name == self._module else None
+        if spec is not None:
+            loader: Any = spec.loader
+            run = loader.exec_module
+
+            def run_and_call(module: ModuleType) -> None:
+                run(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    self._then(module)
+
+            loader.exec_module = run_and_call
+        return spec
+
+
+class _LateDynamo:
+    """Keeps decorators from importing TorchDynamo while entered; they are applied as soon as it is imported."""
+
+    def __init__(self) -> None:
+        self._decorated: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._stand_in: Any = None
+
+    def __enter__(self) -> None:
+        if _DYNAMO in sys.modules:
+            return
+        spec = importlib.util.find_spec(_DYNAMO)
+        assert spec is not None
+        self._stand_in = ModuleType(_DYNAMO)
+        # transformers imports one module of the package, which needs no other.
+        self._stand_in.__path__ = spec.submodule_search_locations
+        for name in _DECORATORS:
+            setattr(self._stand_in, name, functools.partial(self._decorate, name))
+        sys.modules[_DYNAMO] = self._stand_in
+
+    def __exit__(self, *_: object) -> None:
+        if self._stand_in is not None:
+            del sys.modules[_DYNAMO]
+            _AfterImport(_DYNAMO, self._apply)
+
+    def _decorate(self, decorator: str, decorated: Any = None, *arguments: Any, **options: Any) -> Any:
+        if decorated is None:
+            return lambda later: self._decorate(decorator, later, *arguments, **options)
+        self._decorated.append((decorator, decorated, arguments, options))
+        return decorated
+
+    def _apply(self, dynamo: Any) -> None:
+        for name, value in vars(self._stand_in).items():
+            if sys.modules.get(f"{_DYNAMO}.{name}") is value:
+                setattr(dynamo, name, value)
+        for decorator, decorated, arguments, options in self._decorated:
+            changed = getattr(dynamo, decorator)(decorated, *arguments, **options)
+            if changed is not decorated:
+                *owners, name = decorated.__qualname__.split(".")
+                setattr(functools.reduce(getattr, owners, sys.modules[decorated.__module__]), name, changed)
+
+
+class _Distributions(Mapping[str, list[str]]):
+    """What `importlib.metadata.packages_distributions` returns, read when it is needed."""
+
+    def __init__(self, read: Callable[[], Mapping[str, list[str]]]) -> None:
+        self._read = functools.cache(read)
+
+    def __getitem__(self, name: str) -> list[str]:
+        return self._read()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+
+class _DeferredPackage(ModuleType):
+    """A package whose `__init__` runs when a name is looked up that no submodule import has set."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self.__dict__.get("_initialized"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.__dict__["_initialized"] = True
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+@contextmanager
+def _without(names: tuple[str, ...]) -> Iterator[None]:
+    """Let packages that were not imported before seem not to be installed, while entered."""
+    hidden: dict[str, Any] = {name: None for name in names if name not in sys.modules}
+    sys.modules.update(hidden)
+    try:
+        yield
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+def _defer_packages() -> None:
+    """Let `import diffusers.models.transformers.X` import X without every other transformer, likewise other kinds.
+
+    Everything else finds the packages as they are.
+    """
+    import diffusers.models
+
+    for name in _EAGER:
+        if name in sys.modules:
+            continue
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        package = _DeferredPackage(name)
+        package.__spec__, package.__file__, package.__loader__ = spec, spec.origin, spec.loader
+        package.__package__, package.__path__ = name, list(spec.submodule_search_locations or ())
+        sys.modules[name] = package
+        setattr(diffusers.models, name.rpartition(".")[2], package)
+
+
+def _read_few_models(imports: Any) -> None:
+    """Let transformers read the names of a few models; those of all others when a further name is looked up.
+
+    Args:
+        imports: the module `transformers.utils.import_utils`.
+    """
+    read = imports.create_import_structure_from_path
+    lazy: Any = imports._LazyModule
+
+    def read_few(place: str | Path) -> Any:
+        folder = Path(place).parent if Path(place).is_file() else Path(place)
+        if folder.name != "models":
+            return read(place)
+        return {name: read(folder / name) for name in _MODELS}
+
+    class WithOtherModels(lazy):  # type: ignore[misc]  # a class of transformers
+        __all__: list[str]
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                of_few = self.__name__ in _OF_MODELS and "_of_all" not in self.__dict__
+                if not of_few or name.startswith("__") or importlib.util.find_spec(f"{self.__name__}.{name}"):
+                    raise
+            self._of_all = True
+            imports.create_import_structure_from_path = read
+            imports.define_import_structure.cache_clear()
+            names = imports.define_import_structure(
+                Path(imports.__file__).parents[1] / "models", prefix=_OF_MODELS[self.__name__]
+            )
+            every = lazy(self.__name__, self.__file__, names, module_spec=self.__spec__)
+            self._modules |= every._modules
+            for table in ("_class_to_module", "_object_missing_backend", "_import_structure"):
+                setattr(self, table, getattr(every, table) | getattr(self, table))
+            self.__all__ = sorted({*self.__all__, *every.__all__})
+            return getattr(self, name)
+
+    imports.create_import_structure_from_path = read_few
+    imports._LazyModule = WithOtherModels
+
+
+if "transformers" not in sys.modules:
+    _AfterImport("transformers.utils.import_utils", _read_few_models)
+_DISTRIBUTIONS = _Distributions(importlib.metadata.packages_distributions)
+with _without(_UNUSED), _LateDynamo(), _replaced(importlib.metadata, "packages_distributions", lambda: _DISTRIBUTIONS):
+    import diffusers
+
+    with _replaced(torch.distributed, "is_available", lambda: False):
+        import transformers
+
+        for _name in _ASKED:
+            getattr(transformers.utils, _name)()
+        import transformers.masking_utils
+        import transformers.modeling_utils
+    _defer_packages()
+    import diffusers.hooks
+    import diffusers.loaders.peft
+    import diffusers.loaders.single_file_model
+    import diffusers.models.modeling_utils
+
+__all__ = ["diffusers", "transformers"]
