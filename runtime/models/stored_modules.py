@@ -76,25 +76,30 @@ def _without_memory() -> Iterator[None]:
         _WITHOUT_MEMORY.entered = False
 
 
+def module_class(family: str, name: str) -> Any:
+    """Return the class of a component: one of diffusers or transformers, or of the family."""
+    known = components_of(family).MODULES[name]
+    return getattr(transformers, known) if isinstance(known, str) else known
+
+
 def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
     """Return a component whose parameters have no memory, of its configuration in the folder or of its files.
 
     Raises:
         Exception: of any type, if the library does not accept the configuration.
     """
-    files, module_class = spec.files.get(name), components_of(spec.family).MODULES[name]
+    files, kind = spec.files.get(name), module_class(spec.family, name)
     folder = spec.directory / folder_of(name)
     config = read_config(folder / "config.json") if files is None else dict(files.config)
     with _without_memory():
-        if issubclass(module_class, transformers.PreTrainedModel):
-            return cast("torch.nn.Module", module_class(module_class.config_class.from_dict(config)))
-        return cast("torch.nn.Module", module_class.from_config(config))
+        if issubclass(kind, transformers.PreTrainedModel):
+            return cast("torch.nn.Module", kind(kind.config_class.from_dict(config)))
+        return cast("torch.nn.Module", kind.from_config(config))
 
 
 def can_stream(spec: ModelSpec, name: str) -> bool:
     """Whether a component may be filled by `fill`: its class is a library's own model."""
-    module_class = components_of(spec.family).MODULES[name]
-    return issubclass(module_class, diffusers.ModelMixin | transformers.PreTrainedModel)
+    return issubclass(module_class(spec.family, name), diffusers.ModelMixin | transformers.PreTrainedModel)
 
 
 def weights_of_folder(folder: Path, module: torch.nn.Module) -> dict[str, StoredWeight] | None:

@@ -18,9 +18,8 @@ from runtime.models import quantization
 from runtime.models.folder import check_read_by_library, read_config, tensor_types, weight_files, weights_variant
 from runtime.models.lora_fusing import StoredWeights, fuse
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
-from runtime.models.registry import components_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
-from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, weights_of_folder
+from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, module_class, weights_of_folder
 from runtime.upstream.diffusers import let_scheduler_use_scipy
 from runtime.upstream.libraries import diffusers, transformers
 
@@ -256,7 +255,7 @@ def _from_library(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str
         **more,
     }
     with _library(), _loading(spec, name):
-        module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
+        module, loading = module_class(spec.family, name).from_pretrained(str(spec.directory), **arguments)
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
         # The libraries would initialize these randomly and only log a warning.
