@@ -20,7 +20,7 @@ from runtime.models.lora_fusing import StoredWeights, fuse
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, module_class, weights_of_folder
-from runtime.upstream.diffusers import let_scheduler_use_scipy
+from runtime.upstream.diffusers import use_scipy
 from runtime.upstream.libraries import diffusers, transformers
 
 # Tandem shows its own progress.
@@ -315,7 +315,7 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     config = read_config(spec.directory / "scheduler" / "scheduler_config.json") | changed
     try:
         if config.get("use_beta_sigmas"):
-            let_scheduler_use_scipy(scheduler_class)
+            use_scipy(scheduler_class)
         return cast("Any", scheduler_class).from_config(config)
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.part_unloadable", part="scheduler", model=spec.title) from error

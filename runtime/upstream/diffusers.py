@@ -26,19 +26,35 @@ def scheduler_names() -> frozenset[str]:
     return frozenset(name for text in texts for name in classes.findall(text) if not name.startswith("Flax"))
 
 
-def let_scheduler_use_scipy(kind: type) -> None:
+def use_scipy(scheduler: type) -> None:
     """Give the module of a scheduler's class scipy, for beta sigmas.
 
     Raises:
         ImportError: if it is not installed.
 
-    Reason: the module has scipy only if that was not hidden (`upstream.libraries`).
+    Reason: scipy was hidden from diffusers (`upstream.libraries`).
     """
     import scipy.stats
     from diffusers.utils import import_utils
 
     import_utils._scipy_available = True
-    vars(sys.modules[kind.__module__])["scipy"] = scipy
+    vars(sys.modules[scheduler.__module__])["scipy"] = scipy
+
+
+def use_bitsandbytes() -> None:
+    """Let diffusers quantize with bitsandbytes.
+
+    Raises:
+        ImportError: if it is not installed.
+
+    Reason: bitsandbytes was hidden from diffusers (`upstream.libraries`).
+    """
+    import bitsandbytes
+    from diffusers.quantizers.bitsandbytes import utils
+    from diffusers.utils import import_utils
+
+    import_utils._bitsandbytes_available, import_utils._bitsandbytes_version = True, bitsandbytes.__version__
+    utils.bnb = bitsandbytes
 
 
 def causal_padding(conv: Any) -> tuple[int, int, int]:
@@ -158,11 +174,8 @@ def use_bitsandbytes_layers(module: Any, skip: list[str], config: Any) -> None:
         skip: names of layers that are not replaced.
         config: diffusers' quantization configuration.
 
-    Reason: `from_pretrained` calls this for quantized files; there is no public function for it. Its module has
-    bitsandbytes only if that was not hidden (`upstream.libraries`).
+    Reason: `from_pretrained` calls this for quantized files; there is no public function for it.
     """
-    import bitsandbytes
-    from diffusers.quantizers.bitsandbytes import utils
+    from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
 
-    utils.bnb = bitsandbytes
-    utils.replace_with_bnb_linear(module, modules_to_not_convert=skip, quantization_config=config)
+    replace_with_bnb_linear(module, modules_to_not_convert=skip, quantization_config=config)

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-# Packages that are hidden from both libraries. bitsandbytes and scipy are imported where they are used.
-_UNUSED = ("peft", "bitsandbytes", "sklearn", "scipy", "torchvision", "torchaudio")
+# Packages that are hidden from both libraries. bitsandbytes, torchao and scipy are imported where they are used.
+_UNUSED = ("peft", "bitsandbytes", "torchao", "sklearn", "scipy", "torchvision", "torchaudio")
 # Functions of `transformers.utils` that keep their first answer.
 _ASKED = tuple(f"is_{name}_available" for name in (*_UNUSED, "torch_distributed"))
 # Packages of diffusers whose `__init__` imports every model of its kind.
@@ -37,6 +37,8 @@ _MODELS = ("auto", "clip", "llama", "siglip", "t5", "umt5")
 _OF_MODELS = {"transformers": "models", "transformers.models": None}
 # Decorators of TorchDynamo.
 _DYNAMO, _DECORATORS = "torch._dynamo", ("allow_in_graph", "assume_constant_result", "disable")
+# The module of it that transformers imports; it imports no other of them.
+_ALONE = "torch._dynamo._trace_wrapped_higher_order_op"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -63,8 +65,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _LateDynamo:
-    """Keeps decorators from importing TorchDynamo while entered; they are applied as soon as it is imported."""
+class _LateDynamo(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Keeps decorators from importing TorchDynamo while entered; they are applied as soon as it is imported.
+
+    What else is looked up in it imports it at once.
+    """
 
     def __init__(self) -> None:
         self._decorated: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -76,16 +81,49 @@ class _LateDynamo:
         spec = importlib.util.find_spec(_DYNAMO)
         assert spec is not None
         self._stand_in = ModuleType(_DYNAMO)
-        # transformers imports one module of the package, which needs no other.
         self._stand_in.__path__ = spec.submodule_search_locations
+        self._stand_in.__getattr__ = self._look_up
         for name in _DECORATORS:
             setattr(self._stand_in, name, functools.partial(self._decorate, name))
         sys.modules[_DYNAMO] = self._stand_in
+        sys.meta_path.insert(0, self)
 
     def __exit__(self, *_: object) -> None:
-        if self._stand_in is not None:
+        if self._stands_in:
             del sys.modules[_DYNAMO]
             _AfterImport(_DYNAMO, self._apply)
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    @property
+    def _stands_in(self) -> bool:
+        return self._stand_in is not None and sys.modules.get(_DYNAMO) is self._stand_in
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Import TorchDynamo before a module of it; return how to find what was imported with it."""
+        del path, target
+        if name == _ALONE or not name.startswith(f"{_DYNAMO}.") or not self._stands_in:
+            return None
+        self._import()
+        return ModuleSpec(name, self) if name in sys.modules else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that was imported with TorchDynamo."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Do nothing: the module was executed."""
+
+    def _look_up(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._import(), name)
+
+    def _import(self) -> ModuleType:
+        if self._stands_in:
+            del sys.modules[_DYNAMO]
+            self._apply(importlib.import_module(_DYNAMO))
+        return sys.modules[_DYNAMO]
 
     def _decorate(self, decorator: str, decorated: Any = None, *arguments: Any, **options: Any) -> Any:
         if decorated is None:
@@ -94,9 +132,8 @@ class _LateDynamo:
         return decorated
 
     def _apply(self, dynamo: Any) -> None:
-        for name, value in vars(self._stand_in).items():
-            if sys.modules.get(f"{_DYNAMO}.{name}") is value:
-                setattr(dynamo, name, value)
+        if _ALONE in sys.modules:
+            setattr(dynamo, _ALONE.rpartition(".")[2], sys.modules[_ALONE])
         for decorator, decorated, arguments, options in self._decorated:
             changed = getattr(dynamo, decorator)(decorated, *arguments, **options)
             if changed is not decorated:
