@@ -3,20 +3,21 @@
     python -m bench.peers [--size WxH …] [--frames N] [--lightx2v CHECKOUT] [--cache-dit [FOLDER]] [--only PEER …]
     python -m bench.peers --tiny                               tiny sizes, also on a CPU
 
-PEER is of `diffusers`, `tandem`, `lightx2v`, and, with --cache-dit, `cache_dit` and `step_cache`, Tandem's own. Each runs
-in a process of its own, so that what one imports and sets does not change another. Random weights of one expert at full
-size: speed does not depend on their values. Each is measured with its fastest exact settings, its first pass of each size
-left out:
+PEER is of `diffusers`, `tandem`, `lightx2v`, and, with --cache-dit, `cache_dit` and `step_cache`, Tandem's own. Each
+runs in a process of its own, so that what one imports and sets does not change another. Random weights of one expert at
+full size: speed does not depend on their values. Each is measured with its fastest exact settings, its first pass of
+each size left out:
 
     diffusers    as its pipelines run it, not compiled
     tandem       the passes of a job: compiled, in bfloat16, in FP8, and in FP8 with attention in FP8
-    lightx2v     its own transformer from a checkout, with folders `lightx2v` and `lightx2v_platform`; it needs loguru and
-                 gguf. Compiled, with the fastest attention that is installed, in bfloat16 and FP8
-    cache_dit    on diffusers, compiled, in a loop of --steps steps of one pass; FOLDER has the package, if not installed
-    step_cache   the same loop with Tandem's step caches
+    lightx2v     its own transformer from a checkout, with folders `lightx2v` and `lightx2v_platform`; it needs loguru,
+                 einops and gguf. Compiled, with the fastest attention that is installed, in bfloat16 and FP8
+    cache_dit    on diffusers, compiled, in a loop of --steps steps of one pass, of the first size; FOLDER has the
+                 package, if it is not installed
+    step_cache   the same loop with Tandem's step caches, compiled
 
 Prints each measurement as a JSON line, and a table in Markdown at the end. No measurement starts after --seconds, and a
-part that fails is reported with its error. Results: bench/h200.md.
+part that fails is reported with its error.
 """
 
 import argparse
@@ -56,7 +57,12 @@ def main() -> None:
             checkout=str(arguments.lightx2v or ""),
         )
         rows += _run(peer, case, arguments.cache_dit)
-    print(table(rows, _heading(arguments)), flush=True)
+    _write(table(rows, _heading(arguments)))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _arguments() -> argparse.Namespace:
@@ -110,7 +116,7 @@ def _run(peer: str, case: Case, cache_dit: str | None) -> list[dict[str, Any]]:
     if error:
         rows.append({"peer": peer, "variant": peer, "error": error.splitlines()[-1][:200]})
     for row in rows:
-        print(json.dumps(row), flush=True)
+        _write(json.dumps(row))
     return rows
 
 
@@ -122,7 +128,8 @@ def _heading(arguments: argparse.Namespace) -> str:
         device = found[0] if found else arguments.device
     versions = [f"Python {platform.python_version()}", *filter(None, map(_version, PACKAGES))]
     day = datetime.now(timezone.utc).date()
-    return f"{device}, {day}, {arguments.frames} frames. {', '.join(versions)}."
+    model = "a tiny model" if arguments.tiny else f"Wan2.2-A14B, {arguments.frames} frames"
+    return f"{device}, {day}. {model}. {', '.join(versions)}."
 
 
 def _version(package: str) -> str | None:

@@ -112,11 +112,31 @@ def name_of(size: tuple[int, int]) -> str:
 
 def timed(run: Callable[[], object], device: str) -> dict[str, Any]:
     """Return the median seconds of a call on a device, their spread, and how many calls were measured."""
-    begun, times = time.perf_counter(), []
+    begun, times = time.perf_counter(), list[float]()
     while len(times) < 2 or (len(times) < CALLS and time.perf_counter() - begun < CALL_SECONDS):
         times.append(_once(run, device))
     spread = [round(min(times), 4), round(max(times), 4)]
     return {"seconds": round(statistics.median(times), 4), "spread": spread, "calls": len(times)}
+
+
+def loop_seconds(
+    step: Callable[[Any, int], Any], latents: Any, case: Case, restart: Callable[[], object] = lambda: None
+) -> dict[str, Any]:
+    """Return the mean seconds of a step in a loop of all steps, after another one of two steps.
+
+    Args:
+        step: predicts a velocity of latents and a step's number.
+        restart: called before each loop.
+    """
+
+    def loop(count: int) -> None:
+        restart()
+        moved = latents
+        for number in range(count):
+            moved = moved - step(moved, number).to(moved.dtype) / case.steps
+
+    loop(2)
+    return {"seconds": round(_once(lambda: loop(case.steps), case.device) / case.steps, 4), "calls": case.steps}
 
 
 def _once(run: Callable[[], object], device: str) -> float:
@@ -128,11 +148,11 @@ def _once(run: Callable[[], object], device: str) -> float:
         return time.perf_counter() - begun
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    first.record()  # type: ignore[no-untyped-call]  # torch has no annotation
+    first.record()
     run()
-    last.record()  # type: ignore[no-untyped-call]  # torch has no annotation
+    last.record()
     torch.cuda.synchronize()
-    return float(first.elapsed_time(last)) / 1000  # type: ignore[no-untyped-call]  # torch has no annotation
+    return float(first.elapsed_time(last)) / 1000
 
 
 def random_transformer(case: Case) -> Any:
@@ -145,7 +165,7 @@ def random_transformer(case: Case) -> Any:
 
     with torch.device("meta"):
         module: Any = WanTransformer3DModel(**case.config)
-    module = module.to_empty(device=case.device).eval().requires_grad_(False)
+    module = module.to(torch.bfloat16).to_empty(device=case.device).eval().requires_grad_(False)
     precise = set(module._keep_in_fp32_modules)
     generator = torch.Generator(case.device).manual_seed(0)
     for name, parameter in module.named_parameters():
@@ -160,7 +180,7 @@ def random_transformer(case: Case) -> Any:
 
 @contextmanager
 def few_blocks(module: Any, count: int = 2) -> Iterator[None]:
-    """Leave a transformer its first blocks, to compile and load kernels, while entered: all blocks have the same code."""
+    """Leave a transformer its first blocks while entered, to compile and to load kernels: all have the same code."""
     blocks = module.blocks
     module.blocks = blocks[:count]
     try:

@@ -8,7 +8,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -22,7 +22,9 @@ _UNUSED = ("imageio", "imageio_ffmpeg", "torchvision", "torchvision.transforms",
 class _StandIn(ModuleType):
     """A package that is not installed and not used: it has any name."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -86,7 +88,12 @@ def _import(checkout: Path, device: str) -> None:
     if device == "cpu":
         platform.AI_DEVICE = "cpu"
         empty = torch.empty
-        vars(torch)["empty"] = lambda *shape, pin_memory=False, **more: empty(*shape, **more)  # noqa: ARG005
+
+        def unpinned(*shape: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:
+            del pin_memory
+            return empty(*shape, **more)
+
+        vars(torch)["empty"] = unpinned
         vars(torch.cuda)["synchronize"] = lambda *_: None
     else:
         importlib.import_module("lightx2v_platform.set_ai_device")
@@ -176,7 +183,7 @@ def _random_model(case: Case, config: Config) -> Any:
     """Return LightX2V's transformer with random weights, in FP8 with one scale a row as its converter stores them."""
     networks: Any = importlib.import_module("lightx2v.models.networks.wan.model")
 
-    class Random(networks.WanModel):  # type: ignore[misc]  # a class of LightX2V
+    class Random(networks.WanModel):
         def _load_dummy_ckpt(self, *_: Any) -> dict[str, torch.Tensor]:
             weights: dict[str, torch.Tensor] = {}
             for name, shape in _shapes(config).items():
@@ -200,20 +207,23 @@ def _is_layer(name: str, shape: tuple[int, ...]) -> bool:
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shapes of Wan's weights by their names in the published files."""
-    width, wide = config.dim, config.ffn_dim
-    shapes: dict[str, tuple[int, ...]] = {"patch_embedding.weight": (width, 16, 1, 2, 2), "patch_embedding.bias": (width,)}
+    width, wide = config["dim"], config["ffn_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embedding.weight": (width, 16, 1, 2, 2),
+        "patch_embedding.bias": (width,),
+    }
 
     def layer(name: str, out: int, inner: int) -> None:
         shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (out, inner), (out,)
 
-    layer("text_embedding.0", width, config.text_dim)
+    layer("text_embedding.0", width, config["text_dim"])
     layer("text_embedding.2", width, width)
-    layer("time_embedding.0", width, config.freq_dim)
+    layer("time_embedding.0", width, config["freq_dim"])
     layer("time_embedding.2", width, width)
     layer("time_projection.1", 6 * width, width)
     layer("head.head", 64, width)
     shapes["head.modulation"] = (1, 2, width)
-    for number in range(config.num_layers):
+    for number in range(config["num_layers"]):
         block = f"blocks.{number}"
         shapes[f"{block}.modulation"] = (1, 6, width)
         shapes[f"{block}.norm3.weight"] = shapes[f"{block}.norm3.bias"] = (width,)
