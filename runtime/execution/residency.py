@@ -201,8 +201,8 @@ class Residency:
     def load_ahead(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
         """Load components on a thread, in this order, while others run, if the plan keeps all loaded at once.
 
-        The plan's forecast has their memory. What cannot be loaded there is loaded when it is used, and so are engines of
-        ONNX Runtime: it keeps all threads of Python waiting meanwhile, so that the first step would begin later.
+        The plan's forecast has their memory. What cannot be loaded there is loaded when it is used, and so are engines
+        of ONNX Runtime: it keeps all threads of Python waiting meanwhile, so that the first step would begin later.
         """
         plan = job.plan
         self._prepare(spec, job, [name for name in names if plan.components[name].backend == PYTORCH])

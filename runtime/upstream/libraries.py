@@ -35,8 +35,8 @@ _EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders", "dif
 _MODELS = ("auto", "clip", "llama", "siglip", "t5", "umt5")
 # Modules of transformers with the names of models, and the prefix of their modules.
 _OF_MODELS = {"transformers": "models", "transformers.models": None}
-# Decorators of TorchDynamo.
-_DYNAMO, _DECORATORS = "torch._dynamo", ("allow_in_graph", "assume_constant_result", "disable")
+# TorchDynamo, and those of its decorators that mark a function or class and return it.
+_DYNAMO, _MARKS = "torch._dynamo", ("allow_in_graph", "assume_constant_result")
 # The module of it that transformers imports; it imports no other of them.
 _ALONE = "torch._dynamo._trace_wrapped_higher_order_op"
 
@@ -66,13 +66,13 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 class _LateDynamo(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Keeps decorators from importing TorchDynamo while entered; they are applied as soon as it is imported.
+    """Keeps decorators from importing TorchDynamo while entered; marks are set as soon as it is imported.
 
     What else is looked up in it imports it at once.
     """
 
     def __init__(self) -> None:
-        self._decorated: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._marked: list[tuple[str, Any]] = []
         self._stand_in: Any = None
 
     def __enter__(self) -> None:
@@ -83,8 +83,9 @@ class _LateDynamo(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._stand_in = ModuleType(_DYNAMO)
         self._stand_in.__path__ = spec.submodule_search_locations
         self._stand_in.__getattr__ = self._look_up
-        for name in _DECORATORS:
-            setattr(self._stand_in, name, functools.partial(self._decorate, name))
+        self._stand_in.disable = _disable
+        for name in _MARKS:
+            setattr(self._stand_in, name, functools.partial(self._mark, name))
         sys.modules[_DYNAMO] = self._stand_in
         sys.meta_path.insert(0, self)
 
@@ -125,20 +126,26 @@ class _LateDynamo(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._apply(importlib.import_module(_DYNAMO))
         return sys.modules[_DYNAMO]
 
-    def _decorate(self, decorator: str, decorated: Any = None, *arguments: Any, **options: Any) -> Any:
-        if decorated is None:
-            return lambda later: self._decorate(decorator, later, *arguments, **options)
-        self._decorated.append((decorator, decorated, arguments, options))
-        return decorated
+    def _mark(self, decorator: str, marked: Any) -> Any:
+        dynamo = sys.modules.get(_DYNAMO)
+        mark = None if dynamo is self._stand_in else getattr(dynamo, decorator, None)
+        if mark is not None:
+            return mark(marked)
+        self._marked.append((decorator, marked))
+        return marked
 
     def _apply(self, dynamo: Any) -> None:
         if _ALONE in sys.modules:
             setattr(dynamo, _ALONE.rpartition(".")[2], sys.modules[_ALONE])
-        for decorator, decorated, arguments, options in self._decorated:
-            changed = getattr(dynamo, decorator)(decorated, *arguments, **options)
-            if changed is not decorated:
-                *owners, name = decorated.__qualname__.split(".")
-                setattr(functools.reduce(getattr, owners, sys.modules[decorated.__module__]), name, changed)
+        for decorator, marked in self._marked:
+            getattr(dynamo, decorator)(marked)
+
+
+def _disable(function: Any = None, recursive: bool = True, **_: Any) -> Any:
+    """Return a function that PyTorch's compiler leaves alone; TorchDynamo is imported when it is called."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(function, recursive)
 
 
 class _Distributions(Mapping[str, list[str]]):

@@ -79,10 +79,19 @@ assert "torch._dynamo" not in sys.modules, "TorchDynamo is imported"
 from diffusers.hooks.group_offloading import ModuleGroup
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from transformers.masking_utils import TransformGetItemToIndex
-assert not hasattr(ModuleGroup.onload_, "_torchdynamo_disable")
-double = torch.compile(lambda x: x * 2, backend="eager")
-assert double(torch.ones(1)).item() == 2
-assert ModuleGroup.onload_._torchdynamo_disable and ModuleGroup.offload_._torchdynamo_disable, "disable"
+class Nothing:
+    def _onload_from_disk(self): return None
+    _onload_from_memory = _onload_from_disk
+    offload_to_disk_path = None
+def disabled(x):
+    ModuleGroup.onload_(Nothing())
+    return x * 2
+try:
+    torch.compile(disabled, backend="eager", fullgraph=True)(torch.ones(1))
+except torch._dynamo.exc.Unsupported:
+    pass
+else:
+    raise AssertionError("disable")
 from torch._dynamo import trace_rules
 assert trace_rules.is_callable_allowed(WanTransformerBlock), "allow_in_graph"
 alone = torch._dynamo._trace_wrapped_higher_order_op
@@ -109,8 +118,8 @@ import google, torch, torch._dynamo
 assert google.is_compiling is torch._dynamo.is_compiling
 assert sys.modules["torch._dynamo.config"] is torch._dynamo.config is google.torch._dynamo.config
 assert sys.modules["torch._dynamo.utils"] is torch._dynamo.utils and torch._dynamo.utils.counters is google.counters
-from diffusers.hooks.group_offloading import ModuleGroup
-assert ModuleGroup.onload_._torchdynamo_disable
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+assert torch._dynamo.trace_rules.is_callable_allowed(WanTransformerBlock)
 """,
         tmp_path,
     )
