@@ -1,13 +1,16 @@
-"""Measure the time from the start of a process to its first denoising step, in parts.
+"""Measure the time from the start of `generate` to its first denoising step, in parts.
 
-    python bench/gpu/start.py [--starts 3] [--steps 2] [--asked '{"compile": "always"}'] [MODEL]
-    python bench/gpu/start.py --small --device cpu             the same with a tiny model, on the CPU
+    python bench/gpu/start.py                                  the shipped model
+    python bench/gpu/start.py wan2.2-a14b [--starts 3] [--asked '{"compile": "always"}']
+    python bench/gpu/start.py wan2.2-a14b --small --device cpu the same with a tiny model, on the CPU
 
-Random weights at full size in `TANDEM_CHECKS`, best a folder in memory, such as /dev/shm/start; both experts share the
-same files. Each start is a process of its own that makes a clip as `generate` does, with another prompt, in FP8 on a
-GPU. The first start quantizes and compiles, and writes both caches; later ones load them. Prints a JSON object per
-start and appends it to $OUT/start.jsonl: the seconds since the process was started at which its parts began, and the
-seconds that loading and compiling took. The cache folder is `cache` in `TANDEM_CHECKS`; `--fresh` empties it first.
+The shipped model needs no files. Others get random weights at full size in `TANDEM_CHECKS`, best a folder in memory,
+such as /dev/shm/start; both experts share the same files, and a GPU computes in FP8. Each start is a process of its own
+that runs the command line, with another prompt. The first one quantizes and compiles, and writes both caches; later
+ones load them. Prints a JSON object per start and appends it to $OUT/start.jsonl: the seconds since the process was
+started at which its parts began, the processor seconds until the first step was done, and what was imported by then.
+One more start prints which packages take longest to import. The cache folder is `cache` in `TANDEM_CHECKS`; `--fresh`
+empties it first.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 # Of one clip: width, height, frames.
 SIZE = (832, 480, 81)
+SHIPPED = "diorama"
+# Modules that take seconds to import, and that not every start needs.
+HEAVY = (
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy", "triton", "torchao", "bitsandbytes"),
+    *("peft", "sklearn", "scipy", "torchvision", "torchaudio", "flash_attn", "diffusers.pipelines"),
+)
 MARKS: list[tuple[str, float]] = []
 
 
@@ -34,69 +44,53 @@ def mark(what: str) -> None:
 
 
 def child(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Make one clip as `generate` does, and return when its parts began."""
+    """Generate one video by the command line, and return when its parts began."""
     mark("python")
-    from runtime.core.environment import collect_garbage_less_often
+    from runtime.cli import terminal
+    from runtime.cli.main import run
+    from runtime.core.events import Failed, Planned, StageStarted, StepDone, VideoSaved, Warned
 
-    collect_garbage_less_often()
-    from runtime.core.cancel import Cancel
-    from runtime.core.events import Event, Failed, StageStarted, StepDone, VideoSaved, Warned
-    from runtime.engines.service import EngineService
-    from runtime.engines.store import EngineStore
-    from runtime.machine.probe import probe
-    from runtime.models.registry import read_spec
-    from runtime.planner.resolve import PlanningContext, resolve
+    found: dict[str, Any] = {"warned": [], "failed": None}
+    show = terminal.ProgressLine.event
 
-    spec, machine = read_spec(folder_of(arguments), arguments.model), probe()
-    plan = resolve(request(arguments), spec, PlanningContext(machine, folder_of(arguments).parent / "start.mp4"))
-    mark("planned")
-    import torch
-
-    mark("torch imported")
-    end: list[Event] = []
-    warned: list[str] = []
-
-    def emit(event: Event) -> None:
-        if isinstance(event, StageStarted):
+    def event(self: terminal.ProgressLine, event: Any) -> None:
+        if isinstance(event, Planned):
+            mark("planned, libraries imported")
+            found["strategy"] = str(event.plan.forecast.title)
+            # Random weights may well show one colour.
+            vars(sys.modules["runtime.pipeline.video_output"])["Detector"].inspect = lambda *_: None
+        elif isinstance(event, StageStarted):
             mark(f"{event.stage} {event.part}")
-        elif isinstance(event, StepDone):
+        elif isinstance(event, StepDone) and "first_step_done" not in found:
             mark("step done")
+            imported = [name for name in HEAVY if name in sys.modules]
+            found.update(first_step_done=MARKS[-1][1], cpu_seconds=round(time.process_time(), 2))
+            found.update(modules=len(sys.modules), heavy=imported)
         elif isinstance(event, Warned):
-            warned.append(str(event.fact))
-        end.append(event)
+            found["warned"].append(str(event.fact))
+        elif isinstance(event, Failed):
+            found["failed"] = event.fact
+        elif isinstance(event, VideoSaved):
+            mark("video saved")
+            found["load"] = round(event.load_seconds, 2)
+        show(self, event)
 
-    cache = folder_of(arguments).parent / "cache"
-    cache.mkdir(exist_ok=True)
-    service = EngineService(EngineStore(cache / "engines", 1), machine, cache)
-    from runtime.execution.residency import Residency
-    from runtime.pipeline import stages
-    from runtime.pipeline.run import run_job
-
-    mark("imported")
-    # Random weights may well show one colour.
-    vars(stages)["Detector"].inspect = lambda *_: None
-    with Residency(service) as residency:
-        run_job(plan, spec, emit, Cancel(), residency)
-        mark("job ended")
-        seconds = {"load": round(residency.load_seconds, 2), "compile": round(residency.compile_seconds, 2)}
+    terminal.ProgressLine.event = event  # type: ignore[method-assign]
+    code = run(["generate", *request(arguments)])
     mark("caches written")
-    failed = end[-1].what if isinstance(end[-1], Failed) else None
-    assert failed or isinstance(end[-1], VideoSaved)
-    counters = {name: dict(found) for name, found in torch._dynamo.utils.counters.items() if "cache" in str(found)}
-    placed = str(plan.forecast.title)
-    return {"marks": MARKS, **seconds, "strategy": placed, "warned": warned, "failed": failed, "counters": counters}
+    return {**found, "code": code, "marks": MARKS}
 
 
-def request(arguments: argparse.Namespace) -> Any:
-    """Return the request of one start."""
-    from runtime.core.request import GenerationRequest
-
-    width, height, frames = (64, 64, 9) if arguments.small else SIZE
-    asked: dict[str, Any] = {"width": width, "height": height, "frames": frames, "steps": arguments.steps, "seed": 1}
-    asked |= {"prompt": f"a boat, {arguments.number}", "compile": "always", "model": str(folder_of(arguments))}
-    if arguments.device != "cpu":
-        asked["quantization"] = "fp8"
-    return GenerationRequest.from_mapping(asked | json.loads(arguments.asked))
+def request(arguments: argparse.Namespace) -> list[str]:
+    """Return the prompt and the options of one start."""
+    asked: dict[str, Any] = {"frames": 9, "steps": arguments.steps, "seed": 1}
+    if arguments.model != SHIPPED:
+        width, height, frames = (64, 64, 9) if arguments.small else SIZE
+        asked |= {"width": width, "height": height, "frames": frames, "compile": "always"}
+        asked |= {"model": folder_of(arguments)} | ({"quantization": "fp8"} if arguments.device != "cpu" else {})
+    asked |= {"out": folder_of(arguments).parent / "start.mp4", **json.loads(arguments.asked)}
+    options = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [f"a boat, {arguments.number}", *options]
 
 
 def folder_of(arguments: argparse.Namespace) -> Path:
@@ -108,7 +102,8 @@ def folder_of(arguments: argparse.Namespace) -> Path:
 def make(arguments: argparse.Namespace) -> None:
     """Make the model unless it is there, with all layers of the text encoder."""
     folder = folder_of(arguments)
-    if (folder / "complete").exists():
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.model == SHIPPED or (folder / "complete").exists():
         return
     from functools import partial
 
@@ -120,7 +115,6 @@ def make(arguments: argparse.Namespace) -> None:
     from tests.published_specs import TRANSFORMERS, UMT5, VAES
 
     shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     tiny_models.build(MODELS[arguments.model][0], folder)
     if not arguments.small:
         device = arguments.device
@@ -144,7 +138,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("model", nargs="?", default="wan2.2-a14b")
+    parser.add_argument("model", nargs="?", default=SHIPPED)
     arguments = parser.parse_args()
     if arguments.make:
         make(arguments)
@@ -166,16 +160,31 @@ def main() -> None:
     say(model=arguments.model, made_seconds=round(time.time() - begun, 1))
     if arguments.fresh:
         shutil.rmtree(folder_of(arguments).parent / "cache", ignore_errors=True)
-    for number in range(arguments.starts):
-        environment = {**os.environ, "TANDEM_STARTED_AT": str(time.time())}
-        # As on people's machines: the first start leaves the bytecode of its libraries.
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        command = [sys.executable, __file__, *sys.argv[1:], "--number", str(number)]
+    # As on people's machines: the first start leaves the bytecode of its libraries.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment["TANDEM_CACHE_DIR"] = str(folder_of(arguments).parent / "cache")
+    for number in range(arguments.starts + 1):
+        last = number == arguments.starts
+        command = [sys.executable, *(["-X", "importtime"] if last else []), __file__, *sys.argv[1:]]
+        environment["TANDEM_STARTED_AT"] = str(time.time())
+        command += ["--number", str(number)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             say(start=number, failed=done.stderr[-3000:])
+        elif last:
+            say(imports=imports(done.stderr))
         else:
             say(start=number, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def imports(log: str) -> dict[str, float]:
+    """Return the seconds in which the 25 slowest packages were imported, by `-X importtime`, which slows them down."""
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for line in log.splitlines():
+        own, _, name = line.removeprefix("import time:").strip().replace("|", " ").partition(" ")
+        if line.startswith("import time:") and own.isdigit():
+            seconds[".".join(name.split()[-1].split(".")[:2])] += int(own) / 1e6
+    return {name: round(seconds[name], 3) for name in sorted(seconds, key=seconds.__getitem__, reverse=True)[:25]}
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol
 
 import psutil
 import torch
-from diffusers.hooks import apply_group_offloading
 
 from runtime.core.errors import MachineError, first_line
 from runtime.core.plan import ComponentPlan, ExecutionPlan
@@ -98,6 +97,8 @@ def place(module: torch.nn.Module, how: Placement, part: ComponentPlan) -> Place
     if how == "whole":
         return _QuantizedWhole(module, device) if quantized else _Whole(module, device)
     streams = device.type == "cuda"
+    from diffusers.hooks import apply_group_offloading  # most jobs need no hooks, which take a second
+
     # diffusers pins quantized weights, because it knows their inner tensors.
     on_the_way = streams and not quantized and not pin(module)
     try:

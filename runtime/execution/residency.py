@@ -202,7 +202,8 @@ class Residency:
     def load_ahead(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
         """Load components on a thread, in this order, while others run, if the plan keeps all loaded at once.
 
-        The plan's forecast has their memory. What cannot be loaded there is loaded when it is used.
+        The plan's forecast has their memory. What cannot be loaded there is loaded when it is used, and so are engines
+        of ONNX Runtime: it keeps all threads of Python waiting meanwhile, so that the first step would begin later.
         """
         plan = job.plan
         self._prepare(spec, job, [name for name in names if plan.components[name].backend == PYTORCH])
@@ -217,7 +218,7 @@ class Residency:
             loads: dict[_Key, Callable[[], Any]] = {}
             if not part.on_engine:
                 loads[key] = partial(_load, spec, name, part, key.placement, self._load)
-            if part.engines:
+            if part.engines and part.backend != "onnxruntime":
                 loads[key if part.on_engine else blocks] = partial(self._open, spec, name, part)
             for load_key, load in loads.items():
                 if load_key not in self._loaded:

@@ -13,14 +13,12 @@ takes more than a hundred gigabytes for Wan2.2-A14B, or (lite) predictions, whic
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig
-from diffusers.hooks.mag_cache import MagCacheState
 
 from runtime.core.step_cache import FIRST_BLOCK, NONE, TAYLORSEER, in_series, kind_of, strength_of
 from runtime.execution.cuda_graphs import CudaGraphRunner
@@ -84,6 +82,8 @@ def step_cached(module: Any, step_cache: str, sharing: Sharing | None = None) ->
         step_cache: as in a plan; not "none".
         sharing: the processes that compute it together; `None` for one process.
     """
+    from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig  # most jobs need no hooks, which take a second
+
     strength = strength_of(step_cache)
     assert strength is not None
     if kind_of(step_cache) == FIRST_BLOCK:
@@ -100,6 +100,8 @@ def step_cached(module: Any, step_cache: str, sharing: Sharing | None = None) ->
             )
         )
         if kind_of(step_cache) == TAYLORSEER:
+            from runtime.execution.residual_series import Series
+
             keep_mag_cache_in(module, lambda: Series(partial(in_series, interval=int(strength))))
     try:
         yield
@@ -114,37 +116,3 @@ def changed(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: S
     sums = torch.stack([(now - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])
     change, size = sums.tolist() if sharing is None else sharing.summed(sums)
     return bool(change > strength * size)
-
-
-class Series(MagCacheState):
-    """The state of one guidance pass in diffusers' MagCache hooks, with residuals that are extrapolated linearly.
-
-    The hooks reuse `previous_residual` unless it is `None`, and set it after each computed step.
-
-    Args:
-        computes: whether a step is computed, by its number since the last reset.
-    """
-
-    def __init__(self, computes: Callable[[int], bool]) -> None:
-        self._computes = computes
-        self._step = self.step_index = 0
-        self._residual: torch.Tensor | None = None
-        self._difference: torch.Tensor | None = None
-        super().__init__()
-
-    @property
-    def previous_residual(self) -> torch.Tensor | None:
-        """The residual of this step, (batch, tokens, width); `None` if the step is computed."""
-        if self._residual is None or self._computes(self.step_index):
-            return None
-        if self._difference is None:
-            return self._residual
-        return torch.add(self._residual, self._difference, alpha=self.step_index - self._step)
-
-    @previous_residual.setter
-    def previous_residual(self, residual: torch.Tensor | None) -> None:
-        before, self._difference = self._residual, None
-        if residual is not None and before is not None:
-            change = torch.sub(residual, before, out=before)
-            self._difference = change.div_(self.step_index - self._step)
-        self._residual, self._step = residual, self.step_index

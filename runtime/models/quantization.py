@@ -77,7 +77,8 @@ def diffusers_config(kind: str, dtype: Any, unquantized: Sequence[str] = ()) -> 
         MachineError: if the package is missing or cannot be imported.
     """
     _import_package(kind)
-    import diffusers
+    from runtime.upstream.diffusers import use_bitsandbytes
+    from runtime.upstream.libraries import diffusers
 
     if kind == FP8:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow
@@ -85,6 +86,7 @@ def diffusers_config(kind: str, dtype: Any, unquantized: Sequence[str] = ()) -> 
         # By default, torchao makes Inductor autotune every kernel that this process compiles later, engines included.
         settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
         return diffusers.TorchAoConfig(settings, modules_to_not_convert=list(unquantized))
+    use_bitsandbytes()
     if kind == BNB_8BIT:
         # bitsandbytes computes in float16 and logs that at every call.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)

@@ -3,7 +3,8 @@
 A family is a folder of `runtime.families` with
 
     spec.py         `FAMILY`, a `Family`: reads model folders without torch
-    components.py   loads torch: `MODULES` for `models.weights`, `make_form` for `engines.programs`, and the functions
+    components.py   loads torch: `MODULES` for `models.stored_modules`, classes or names of transformers' classes, which
+                    are imported when they are needed; `make_form` for `engines.programs`, and the functions
                     of `execution.components.Components`
     published.json  published models, if there are any: see `published_models`
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import diffusers
 import torch
-import transformers
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from runtime.models import packed_layers, quantization
 from runtime.models.folder import read_config, weight_files
@@ -31,10 +30,12 @@ from runtime.models.stored_weights import (
     stored_weights,
 )
 from runtime.upstream.diffusers import kept_in_float32
+from runtime.upstream.libraries import diffusers, transformers
 from runtime.upstream.transformers import mark_initialized
 
 _WHOLE_NUMBERS = frozenset({"I16", "I32", "I64", "U16", "U32", "U64", "BOOL"})
 _WITHOUT_MEMORY = threading.local()
+_INITIALIZERS = frozenset(name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_"))
 
 
 def _on_meta(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter | None:
@@ -50,14 +51,35 @@ def _on_meta(_module: torch.nn.Module, _name: str, parameter: torch.nn.Parameter
 register_module_parameter_registration_hook(cast("Any", _on_meta))  # may return a parameter, despite its type
 
 
+class _WithoutDrawing(TorchFunctionMode):
+    """Leaves parameters without memory as they are: to draw their values, PyTorch imports its compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function, unless it initializes such a parameter."""
+        del types
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _INITIALIZERS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _without_memory() -> Iterator[None]:
     """Let modules that this thread makes have parameters without memory; buffers are computed."""
     _WITHOUT_MEMORY.entered = True
     try:
-        yield
+        with _WithoutDrawing():
+            yield
     finally:
         _WITHOUT_MEMORY.entered = False
+
+
+def module_class(family: str, name: str) -> Any:
+    """Return the class of a component: one of diffusers or transformers, or of the family."""
+    known = components_of(family).MODULES[name]
+    return getattr(transformers, known) if isinstance(known, str) else known
 
 
 def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
@@ -66,19 +88,18 @@ def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
     Raises:
         Exception: of any type, if the library does not accept the configuration.
     """
-    files, module_class = spec.files.get(name), components_of(spec.family).MODULES[name]
+    files, kind = spec.files.get(name), module_class(spec.family, name)
     folder = spec.directory / folder_of(name)
     config = read_config(folder / "config.json") if files is None else dict(files.config)
     with _without_memory():
-        if issubclass(module_class, transformers.PreTrainedModel):
-            return cast("torch.nn.Module", module_class(module_class.config_class.from_dict(config)))
-        return cast("torch.nn.Module", module_class.from_config(config))
+        if issubclass(kind, transformers.PreTrainedModel):
+            return cast("torch.nn.Module", kind(kind.config_class.from_dict(config)))
+        return cast("torch.nn.Module", kind.from_config(config))
 
 
 def can_stream(spec: ModelSpec, name: str) -> bool:
     """Whether a component may be filled by `fill`: its class is a library's own model."""
-    module_class = components_of(spec.family).MODULES[name]
-    return issubclass(module_class, diffusers.ModelMixin | transformers.PreTrainedModel)
+    return issubclass(module_class(spec.family, name), diffusers.ModelMixin | transformers.PreTrainedModel)
 
 
 def weights_of_folder(folder: Path, module: torch.nn.Module) -> dict[str, StoredWeight] | None:

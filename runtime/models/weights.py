@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
-import diffusers
 import torch
-import transformers
 from safetensors import safe_open
 
 from runtime.core.errors import ModelError, TandemError, first_line, ran_out
@@ -20,14 +18,13 @@ from runtime.models import quantization
 from runtime.models.folder import check_read_by_library, read_config, tensor_types, weight_files, weights_variant
 from runtime.models.lora_fusing import StoredWeights, fuse
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
-from runtime.models.registry import components_of
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
-from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, weights_of_folder
-from runtime.upstream.diffusers import import_submodules_only
+from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, module_class, weights_of_folder
+from runtime.upstream.diffusers import use_scipy
+from runtime.upstream.libraries import diffusers, transformers
 
 # Tandem shows its own progress.
 diffusers.utils.logging.disable_progress_bar()
-import_submodules_only()
 transformers.utils.logging.disable_progress_bar()
 
 
@@ -37,10 +34,7 @@ _LIBRARY, _BESIDE = threading.Lock(), threading.local()
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # By folder. Not those that scale with torchvision, if that is installed: their results differ.
-_IMAGE_PROCESSORS = {
-    "image_processor": transformers.CLIPImageProcessorPil,
-    "feature_extractor": transformers.SiglipImageProcessorPil,
-}
+_IMAGE_PROCESSORS = {"image_processor": "CLIPImageProcessorPil", "feature_extractor": "SiglipImageProcessorPil"}
 
 
 def load_module(
@@ -261,7 +255,7 @@ def _from_library(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str
         **more,
     }
     with _library(), _loading(spec, name):
-        module, loading = components_of(spec.family).MODULES[name].from_pretrained(str(spec.directory), **arguments)
+        module, loading = module_class(spec.family, name).from_pretrained(str(spec.directory), **arguments)
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
         # The libraries would initialize these randomly and only log a warning.
@@ -294,7 +288,8 @@ def load_image_processor(spec: ModelSpec) -> Any:
     here = [folder for folder in _IMAGE_PROCESSORS if (spec.directory / folder).is_dir()]
     folder = here[0] if here else "image_processor"
     try:
-        return _IMAGE_PROCESSORS[folder].from_pretrained(str(spec.directory), subfolder=folder, local_files_only=True)
+        processor = getattr(transformers, _IMAGE_PROCESSORS[folder])
+        return processor.from_pretrained(str(spec.directory), subfolder=folder, local_files_only=True)
     except Exception as error:
         raise ModelError("model.part_unloadable", part="image processor", model=spec.title) from error
 
@@ -319,6 +314,8 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
         changed[spec.noise.setting] = shift
     config = read_config(spec.directory / "scheduler" / "scheduler_config.json") | changed
     try:
+        if config.get("use_beta_sigmas"):
+            use_scipy(scheduler_class)
         return cast("Any", scheduler_class).from_config(config)
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.part_unloadable", part="scheduler", model=spec.title) from error

@@ -12,7 +12,6 @@ from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 
@@ -31,6 +30,7 @@ from runtime.pipeline.loop import Loop
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
 from runtime.planner.upscaling import calls_of
+from runtime.upstream.libraries import diffusers
 from runtime.video.images import thumbnail
 from runtime.video.interpolation import FrameInterpolator
 from runtime.video.mp4 import VideoWriter

@@ -9,11 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-
-# Packages whose `__init__` imports every model of its kind.
-_EAGER = ("diffusers.models.transformers", "diffusers.models.autoencoders")
 
 
 @cache
@@ -30,38 +26,35 @@ def scheduler_names() -> frozenset[str]:
     return frozenset(name for text in texts for name in classes.findall(text) if not name.startswith("Flax"))
 
 
-class _DeferredPackage(ModuleType):
-    """A package whose `__init__` runs when a name is looked up that no submodule import has set."""
+def use_scipy(scheduler: type) -> None:
+    """Give the module of a scheduler's class scipy, for beta sigmas.
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self.__dict__.get("_initialized"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        self.__dict__["_initialized"] = True
-        assert self.__spec__ is not None
-        assert self.__spec__.loader is not None
-        self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
+    Raises:
+        ImportError: if it is not installed.
 
-
-def import_submodules_only() -> None:
-    """Let `import diffusers.models.transformers.X` import X without every other transformer, likewise autoencoders.
-
-    Call before such an import. Everything else finds the packages as they are.
-
-    Reason: their `__init__` modules are not lazy, and import more than a hundred modules that no model here uses.
+    Reason: scipy was hidden from diffusers (`upstream.libraries`).
     """
-    import diffusers.models
+    import scipy.stats
+    from diffusers.utils import import_utils
 
-    for name in _EAGER:
-        if name in sys.modules:
-            continue
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        package = _DeferredPackage(name)
-        package.__spec__, package.__file__, package.__loader__ = spec, spec.origin, spec.loader
-        package.__package__, package.__path__ = name, list(spec.submodule_search_locations or ())
-        sys.modules[name] = package
-        setattr(diffusers.models, name.rpartition(".")[2], package)
+    import_utils._scipy_available = True
+    vars(sys.modules[scheduler.__module__])["scipy"] = scipy
+
+
+def use_bitsandbytes() -> None:
+    """Let diffusers quantize with bitsandbytes.
+
+    Raises:
+        ImportError: if it is not installed.
+
+    Reason: bitsandbytes was hidden from diffusers (`upstream.libraries`).
+    """
+    import bitsandbytes
+    from diffusers.quantizers.bitsandbytes import utils
+    from diffusers.utils import import_utils
+
+    import_utils._bitsandbytes_available, import_utils._bitsandbytes_version = True, bitsandbytes.__version__
+    utils.bnb = bitsandbytes
 
 
 def causal_padding(conv: Any) -> tuple[int, int, int]:

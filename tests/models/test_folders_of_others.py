@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from runtime.core.errors import ModelError
 from runtime.core.loras import Lora
 from runtime.models.folder import read_config, weight_files, weights_variant
 from runtime.models.loras import with_loras
-from runtime.models.registry import components_of, family_of, read_spec
+from runtime.models.registry import family_of, read_spec
 from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of
-from runtime.models.stored_modules import empty_module
+from runtime.models.stored_modules import empty_module, module_class
 from runtime.models.tensor_files import read_header
 from runtime.models.timesteps import WITH_SHIFT
 from runtime.models.weights import load_module, load_scheduler, load_stored
@@ -44,8 +43,7 @@ def refusal(folder: Path) -> ModelError:
 def test_weights_saved_as_a_variant_are_loaded(variant: str, shard: str | None, tiny: Tiny, folder: Path) -> None:
     spec = tiny("wan2.1")
     for name in ("transformer", "text_encoder", "vae"):
-        module_class: Any = components_of("wan").MODULES[name]
-        module = module_class.from_pretrained(spec.directory / name)
+        module = module_class("wan", name).from_pretrained(spec.directory / name)
         for path in weight_files(folder / name):
             path.unlink()
         module.save_pretrained(folder / name, variant=variant, **({"max_shard_size": shard} if shard else {}))

@@ -1,14 +1,11 @@
 """diffusers' private names that `runtime.upstream.diffusers` uses: each test names what broke."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 import torch
 from diffusers import AutoencoderKLWan, FirstBlockCacheConfig, WanTransformer3DModel
 from diffusers.hooks import apply_group_offloading
@@ -32,33 +29,6 @@ def predict(module: Any, seed: int = 0) -> torch.Tensor:
     with torch.no_grad(), module.cache_context("cond"):
         output: torch.Tensor = module(latents, torch.tensor([500.0]), text, return_dict=False)[0]
     return output
-
-
-@pytest.mark.slow
-def test_one_transformer_is_imported_without_the_others() -> None:
-    code = """
-import sys
-from runtime.upstream.diffusers import import_submodules_only
-import_submodules_only()
-from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
-from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-loaded = set(sys.modules)
-assert "diffusers.models.transformers.transformer_allegro" not in loaded, "transformers"
-assert "diffusers.models.autoencoders.autoencoder_kl_allegro" not in loaded, "autoencoders"
-from diffusers.models.transformers import AllegroTransformer3DModel, WanTransformer3DModel as same
-from diffusers.models.autoencoders import AutoencoderKLAllegro
-import diffusers
-assert same is WanTransformer3DModel is diffusers.WanTransformer3DModel
-assert diffusers.AllegroTransformer3DModel is AllegroTransformer3DModel
-try:
-    from diffusers.models.transformers import NoSuchModel
-except ImportError:
-    pass
-else:
-    raise AssertionError("a name that is not there")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_causal_convolutions_keep_their_padding() -> None:

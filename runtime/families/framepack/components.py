@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video_framepack import HunyuanVideoFramepackTransformer3DModel
-from transformers import SiglipVisionModel
 
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.components import SectionInputs
@@ -23,7 +22,7 @@ from runtime.models.vae_groups import IMAGE_PROGRAM
 
 MODULES: Mapping[str, Any] = {
     **hunyuan_video.MODULES,
-    "image_encoder": SiglipVisionModel,
+    "image_encoder": "SiglipVisionModel",
     "vae_encoder": AutoencoderKLHunyuanVideo,
     "transformer": HunyuanVideoFramepackTransformer3DModel,
 }

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
-from transformers import CLIPTextModel
 
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.components import StripDecoder, VideoEncoder
@@ -24,7 +23,7 @@ from runtime.models.vae_groups import GROUP_PROGRAMS
 
 MODULES: Mapping[str, Any] = {
     "text_encoder": ShortLlama,
-    "text_encoder_2": CLIPTextModel,
+    "text_encoder_2": "CLIPTextModel",
     "transformer": HunyuanVideoTransformer3DModel,
     "vae": AutoencoderKLHunyuanVideo,
 }

@@ -7,7 +7,6 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from PIL.Image import Image
-from transformers import CLIPVisionModel, UMT5EncoderModel
 
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
@@ -23,8 +22,8 @@ from runtime.families.wan.vae_programs import VaeClipForm, VaeEncoderForm, VaeFo
 from runtime.models.spec import ModelSpec
 
 MODULES: Mapping[str, Any] = {
-    "text_encoder": UMT5EncoderModel,
-    "image_encoder": CLIPVisionModel,
+    "text_encoder": "UMT5EncoderModel",
+    "image_encoder": "CLIPVisionModel",
     "vae_encoder": AutoencoderKLWan,
     "transformer": WanTransformer3DModel,
     "transformer_2": WanTransformer3DModel,
