@@ -69,7 +69,7 @@ def _quantize(module: Any) -> None:
 
     config = quantization.diffusers_config(quantization.FP8, torch.bfloat16)
     quantize_(module.blocks, config.get_apply_tensor_subclass())
-    quantization.add_biases_apart(module)
+    quantization.install_fp8_linear(module)
 
 
 if __name__ == "__main__":
