@@ -379,6 +379,7 @@ def quantize(module: Any) -> None:
     quantize_(
         module.blocks, quantization.diffusers_config(quantization.FP8, torch.bfloat16).get_apply_tensor_subclass()
     )
+    quantization.install_fp8_linear(module)
 
 
 def hunyuan_video(bench: Bench) -> None:

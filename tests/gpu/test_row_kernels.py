@@ -83,5 +83,5 @@ def test_a_layer_in_fp8_computes_as_torchaos() -> None:
     got = layer(x)
     assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
     assert relative_error(got, exact) < 1.05 * relative_error(wanted, exact)
-    few = layer(x[:, :7])
-    assert relative_error(few, got[:, :7]) < 1e-2
+    # Few rows are rounded by torchao, whose scales have 16 bits.
+    assert relative_error(layer(x[:, :7]), exact[:, :7]) < 1.1 * relative_error(wanted, exact)

@@ -81,10 +81,16 @@ def test_the_speedups_are_those_of_the_fitted_rows() -> None:
     for kernel, speedup in forecast._ATTENTION_SPEEDUP.items():
         assert speedup == pytest.approx(attention["native"] / attention[kernel], rel=0.01)
     passes = [row for row in speedup_rows("transformer") if row["fitted"]]
-    (eager,) = (row["seconds"] for row in passes if not row["compiled"])
-    # The estimate of uncompiled FP8 includes its conversions.
-    uncompiled = {"none": eager, "fp8": eager * forecast._QUANTIZED["fp8"][1]}
+    eager, in_fp8 = (row["seconds"] for row in passes if not row["compiled"])
     compiled = {row["quantization"]: row["seconds"] for row in passes if row["compiled"]}
+    # Uncompiled FP8 was measured with attention in FP8.
+    (compiled_in_fp8,) = (
+        row["seconds"]
+        for row in speedup_rows("transformer")
+        if row["compiled"] and row["size"] == [832, 480] and row["quantization"] == row["attention"] == "fp8"
+    )
+    uncompiled = {"none": eager, "fp8": compiled["fp8"] * in_fp8 / compiled_in_fp8}
+    assert forecast._QUANTIZED["fp8"][1] == pytest.approx(uncompiled["fp8"] / eager, rel=0.01)
     for quantization, speedup in forecast._COMPILED_SPEEDUP.items():
         assert speedup == pytest.approx(uncompiled[quantization] / compiled[quantization], rel=0.01)
     decoders: dict[tuple[str, str], dict[bool, float]] = {}
@@ -239,7 +245,7 @@ def test_compiling_pays_off_for_a_long_clip_and_not_for_a_short_one() -> None:
     assert long.seconds["compile"].likely == 20.0 and "compile" not in short.seconds
 
 
-FOUR_STEPS: dict[str, Any] = {"width": 832, "height": 480, "frames": 81, "steps": 4, "quantization": "fp8"}
+SHORT: dict[str, Any] = {"width": 832, "height": 480, "frames": 81, "steps": 10, "quantization": "none"}
 
 
 def compilations(seconds: float, *, cached: bool, on: Machine, **values: Any) -> list[Run]:
@@ -249,8 +255,8 @@ def compilations(seconds: float, *, cached: bool, on: Machine, **values: Any) ->
 
 
 def made_before(count: int, on: Machine) -> list[Run]:
-    """Return the calls of so many uncompiled jobs of `FOUR_STEPS`, which take as long as they are estimated."""
-    planned = plan(on=on, compile="never", **FOUR_STEPS)
+    """Return the calls of so many uncompiled jobs of `SHORT`, which take as long as they are estimated."""
+    planned = plan(on=on, compile="never", **SHORT)
     runs = runs_of(planned, planned, A14B, on, {"denoise": planned.seconds["denoise"].likely}, {})
     return [run.replace(jobs=count) for run in runs if run.kind.component == "transformer"] if count else []
 
@@ -276,7 +282,7 @@ def made_before(count: int, on: Machine) -> list[Run]:
         (2, False, 0, [(40.0, False, {}), (12.0, True, {})], 12.0, True, False),
         (2, True, 0, [(40.0, False, {}), (12.0, True, {})], 12.0, True, True),
         # Code of other weights is not this code.
-        (2, False, 0, [(1.0, False, {"quantization": "none"})], 20.0, False, False),
+        (2, False, 0, [(1.0, False, {"quantization": "fp8"})], 20.0, False, False),
     ],
 )
 def test_compiling_is_counted_as_it_happens(
@@ -291,9 +297,9 @@ def test_compiling_is_counted_as_it_happens(
     here = replace(gpu_machine(), cores=cores)
     runs = made_before(made, here)
     for took, cached, values in history:
-        runs += compilations(took, cached=cached, on=here, **FOUR_STEPS | values)
+        runs += compilations(took, cached=cached, on=here, **SHORT | values)
     context = PlanningContext(here, Path("x.mp4"), history=runs)
-    decided = resolve(GenerationRequest(prompt="a boat", **FOUR_STEPS), A14B, context, builds_later=long_lived)
+    decided = resolve(GenerationRequest(prompt="a boat", **SHORT), A14B, context, builds_later=long_lived)
     reason = decided.speed.compiled_reason
     assert reason is not None
     assert (reason.data["seconds"], reason.data["measured"]) == (seconds, measured)
@@ -304,9 +310,9 @@ def test_compiling_is_counted_as_it_happens(
 
 def test_a_machine_of_other_cores_or_pytorch_is_another_one() -> None:
     here = replace(gpu_machine(), cores=8)
-    runs = compilations(1.0, cached=False, on=here, **FOUR_STEPS)
+    runs = compilations(1.0, cached=False, on=here, **SHORT)
     for other in (replace(here, cores=4), replace(here, torch_version="2.99.0")):
-        reason = plan(on=other, history=runs, **FOUR_STEPS).speed.compiled_reason
+        reason = plan(on=other, history=runs, **SHORT).speed.compiled_reason
         assert reason is not None and not reason.data["measured"]
 
 
