@@ -54,12 +54,12 @@ def process(arguments: argparse.Namespace) -> None:
     from runtime.machine.probe import probe
     from runtime.models.images import with_images
     from runtime.models.registry import read_spec
-    from runtime.pipeline import stages
+    from runtime.pipeline import video_output
     from runtime.pipeline.history_file import HistoryFile
     from runtime.pipeline.run import run_job
     from runtime.planner.resolve import PlanningContext, resolve
 
-    vars(stages)["Detector"] = Unjudged  # random weights may well show one colour
+    vars(video_output)["Detector"] = Unjudged  # random weights may well show one colour
     folder, cache, machine = HOME / arguments.model, HOME / "clips-cache", probe()
     cache.mkdir(exist_ok=True)
     plain = read_spec(folder, arguments.model)

@@ -31,7 +31,7 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
-from runtime.pipeline import stages
+from runtime.pipeline import video_output
 from tests import tiny_models
 from tools.forward.measure import Forward, ForwardSetup, rows
 
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["480p"], choices=[*SIZES, "jobs", "diorama"])
     arguments = parser.parse_args()
     # Random weights show nothing, and are not to.
-    stages.Detector = jobs.Unjudged  # type: ignore[attr-defined]
+    vars(video_output)["Detector"] = jobs.Unjudged
     OUT.mkdir(parents=True, exist_ok=True)
     for part in arguments.parts:
         with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ from runtime.models.catalogue import known_as
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
-from runtime.pipeline import stages
+from runtime.pipeline import video_output
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.resolve import PlanningContext, resolve
@@ -296,7 +296,7 @@ def kill(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> N
 
 def clip(spec: ModelSpec, computer: Machine, arguments: argparse.Namespace) -> None:
     """Measure jobs and extrapolate to `STEPS` steps; this process plans, decodes and writes an MP4."""
-    vars(stages)["Detector"] = Unjudged  # random weights show noise
+    vars(video_output)["Detector"] = Unjudged  # random weights show noise
     one = 0.0
     asked_plan = planned(spec, computer, arguments, steps=arguments.clip_steps)
     for name, split in variants(arguments):

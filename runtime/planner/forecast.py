@@ -143,8 +143,8 @@ _CHILD_SECONDS = 5.0
 
 # Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
 # tests/planner/measured_h200_speedups.jsonl that are marked so; tests hold estimates to the others.
-# Compiled transformer blocks, by quantization: against uncompiled ones in FP8 with the kernels of `models.row_kernels`, in
-# 16 bits without them.
+# Compiled transformer blocks, by quantization: in FP8 against uncompiled ones with the kernels of `models.row_kernels`,
+# in 16 bits without them.
 _COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.17, "fp8": 1.039}
 # Attention kernels against PyTorch's own.
 _ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
