@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -87,14 +88,19 @@ class Repo:
         )
 
     def start(self, *args: str) -> "subprocess.Popen[str]":
-        return subprocess.Popen(
-            [self.command, *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environment,
-            cwd=self.root,
-        )
+        # Of a command in the background of a shell, all processes ignore Ctrl-C, unless one of them handles it.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                [self.command, *args],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=self.environment,
+                cwd=self.root,
+            )
+        finally:
+            signal.signal(signal.SIGINT, handler)
 
     def require(self, *requirements: str) -> None:
         (self.root / "requirements.txt").write_text("\n".join(["torch>=2.11,<2.14", *requirements]) + "\n", "utf-8")
