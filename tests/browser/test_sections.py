@@ -20,7 +20,7 @@ from tests.browser.test_accessibility import serious_issues
 from tests.browser.test_images import chosen, file, given, hand, select_model, value
 from tests.families import framepack_models
 from tests.ui.page_texts import line
-from tests.waiting import until
+from tests.waiting import stop_process, until
 
 pytestmark = pytest.mark.browser
 
@@ -87,7 +87,7 @@ def stopped_in_section_2(server: Server, job: str) -> Iterator[None]:
         until(in_section_2)
         with store.database.reading() as connection:
             (pid,) = (row["pid"] for row in connection.execute("SELECT pid FROM workers"))
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid, server.cache_dir / NAME)
     try:
         yield
     finally:

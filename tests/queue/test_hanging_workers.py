@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +16,11 @@ from runtime.core.facts import Fact
 from runtime.engines import child
 from runtime.models.spec import ModelSpec
 from runtime.queue import recovery, supervisor
+from runtime.queue.store import NAME
 from tests.queue.planted import Planted
 from tests.queue.test_worker import small
 from tests.queue.test_worker_process import App
-from tests.waiting import until
+from tests.waiting import stop_process, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform == "win32", reason="signals")]
 
@@ -46,7 +46,7 @@ def app(
 def stop(app: App) -> int:
     """Stop the worker, but not its threads' data: it keeps its job and answers nothing."""
     pid = app.queue.worker_pids()[0]
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid, app.outputs.parent / NAME)
     return pid
 
 
