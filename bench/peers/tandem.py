@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
+from bench.gpu.speed import part, quantize
 from bench.peers.case import Case, few_blocks, name_of, random_transformer, say, timed
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
 from runtime.execution.attention import problem
 from runtime.families.wan.transformer import PyTorchDenoiser
-from runtime.models import quantization
 
 
 def main() -> None:
@@ -22,9 +22,9 @@ def main() -> None:
     if case.device == "cpu":
         return
     # FP8 has a scale for each row of each layer, so none is fused.
-    _separate(module)
+    part(module)
     with case.trying("Tandem, FP8"):
-        _quantize(module)
+        quantize(module)
         _measure(case, module, f"Tandem, FP8, {attention}", fp8.replace(attention=attention))
         _measure(case, module, "Tandem, FP8, attention in FP8", fp8.replace(attention="fp8"))
 
@@ -53,23 +53,6 @@ def _measure(case: Case, module: Any, variant: str, speed: Speed) -> None:
             # The first full pass projects the text, which later ones reuse.
             denoiser(*inputs)
             say(**what, **timed(lambda: denoiser(*inputs), case.device))  # noqa: B023
-
-
-def _separate(module: Any) -> None:
-    for block in module.blocks:
-        attn = block.attn1
-        if hasattr(attn, "to_qkv"):
-            del attn.to_qkv
-            for layer in (attn.to_q, attn.to_k, attn.to_v):
-                layer.weight.data, layer.bias.data = layer.weight.data.clone(), layer.bias.data.clone()
-
-
-def _quantize(module: Any) -> None:
-    from torchao.quantization import quantize_
-
-    config = quantization.diffusers_config(quantization.FP8, torch.bfloat16)
-    quantize_(module.blocks, config.get_apply_tensor_subclass())
-    quantization.install_fp8_linear(module)
 
 
 if __name__ == "__main__":

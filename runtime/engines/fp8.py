@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runtime.models.quantization import FP8_DATA, FP8_SCALE
+from runtime.models.row_operations import quantize_rows
 
 # The dtype of activations that go in and out: torchao's.
 ACTIVATIONS = "bfloat16"
@@ -44,9 +45,7 @@ class Fp8Weight(NamedTuple):
     @classmethod
     def of(cls, weight: torch.Tensor) -> "Fp8Weight":
         """Round a matrix as torchao does."""
-        weight = weight.float()
-        scale = weight.abs().amax(1, keepdim=True).clamp(min=_SMALLEST_AMAX) / _LARGEST
-        return cls((weight / scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scale)
+        return cls(*quantize_rows(weight))
 
 
 Weight = torch.Tensor | Fp8Weight

@@ -1,9 +1,6 @@
 """Operations between two matrix products: what runs where, and their kernels in Triton's interpreter."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,18 +8,11 @@ import torch
 
 from runtime.models import row_operations
 from runtime.models.row_operations import add_gated, computed, quantize_rows
-
-CHECKS = Path(__file__).with_name("row_kernels_checks.py")
+from tests.triton_interpreter import run_checks
 
 
 def test_kernels_equal_pytorch() -> None:
-    pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
-    # A process of its own: what is read in for the interpreter stays so.
-    command = [sys.executable, "-m", "pytest", str(CHECKS), "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_checks(Path(__file__).with_name("row_kernels_checks.py"))
 
 
 def test_pytorch_computes_on_a_cpu() -> None:

@@ -1,20 +1,9 @@
-"""Triton's kernels of the VAE in Triton's interpreter, which computes them on a CPU, value by value."""
+"""Triton's kernels of the VAE against PyTorch."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-CHECKS = Path(__file__).with_name("vae_kernels_checks.py")
+from tests.triton_interpreter import run_checks
 
 
 def test_kernels_equal_pytorch() -> None:
-    pytest.importorskip("triton", reason="needs Triton, which comes with PyTorch for CUDA")
-    # A process of its own: what is read in for the interpreter stays so.
-    command = [sys.executable, "-m", "pytest", str(CHECKS), "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_checks(Path(__file__).with_name("vae_kernels_checks.py"))
