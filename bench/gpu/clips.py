@@ -46,7 +46,7 @@ def process(arguments: argparse.Namespace) -> None:
 
     from bench.gpu.jobs import HOME, IMAGE, MODELS, Unjudged
     from runtime.core.cancel import Cancel
-    from runtime.core.events import Event, Failed, VideoSaved
+    from runtime.core.events import Event, Failed, StepDone, VideoSaved
     from runtime.core.request import GenerationRequest
     from runtime.engines.service import EngineService
     from runtime.engines.store import EngineStore
@@ -90,6 +90,7 @@ def process(arguments: argparse.Namespace) -> None:
                 load=round(load, 2),
                 compile=round(compiling, 2),
                 without_reading=round(seconds - load + compiling, 2),
+                steps=[round(event.seconds, 2) for event in events if isinstance(event, StepDone)],
                 stages=dict(end.timings) if isinstance(end, VideoSaved) else None,
                 failed=end.what if isinstance(end, Failed) else None,
                 forecast={name: entry["seconds"] for name, entry in plan.to_json()["forecast"].items()},

@@ -128,9 +128,10 @@ def save(make: Any, folder: Path, device: str) -> None:
     made = made.to(torch.bfloat16).to_empty(device=device)
     if isinstance(made, UMT5EncoderModel):
         made.tie_weights()  # making it empty unties its embedding
-    for tensor in (*made.parameters(), *made.buffers()):
+    for name, tensor in (*made.named_parameters(), *made.named_buffers()):
         if tensor.is_floating_point():
-            torch.nn.init.normal_(tensor, 0, 0.02)
+            # Norms near one, so that attention is neither flat nor sharp: sparse attention depends on that.
+            torch.nn.init.normal_(tensor, float("norm" in name and name.endswith("weight")), 0.02)
     if folder.exists():
         shutil.rmtree(folder)
     made.save_pretrained(folder)

@@ -79,6 +79,7 @@ CUDNN = Speed(attention="cudnn")
 VARIANTS: dict[str, tuple[Speed, str]] = {
     "ours": (EAGER, ""),
     "text": (Speed(text_kept=True), ""),
+    "flash4-eager": (Speed(attention="flash4", text_kept=True, fused=True), ""),
     "compiled": (Speed(compiled=True), ""),
     "compiled-text": (Speed(compiled=True, text_kept=True), ""),
     "compiled-fused": (Speed(compiled=True, text_kept=True, fused=True), ""),

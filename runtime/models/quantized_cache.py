@@ -20,7 +20,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from runtime.models.quantization import is_quantized, package_of
 from runtime.models.quantized_tensors import flatten, prepare, unflatten
 from runtime.models.spec import ModelSpec, folder_of
 from runtime.models.stored_weights import file_tensors
-from runtime.models.tensor_stream import checksum, stream_tensors, write_tensors
+from runtime.models.tensor_stream import checksum, copies_in_memory, stream_tensors, write_tensors
 
 # What stays free on the disk.
 _FREE_DISK_BYTES = 20 * 10**9
@@ -52,7 +51,6 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _MAX_MANIFEST_VALUES = 1_000_000
 _WRITING, _LOCK = ".writing-", ".lock"
 _LOCK_SECONDS = 10.0
-_COPY_THREADS = 4
 
 Key = Mapping[str, Any]
 
@@ -252,8 +250,7 @@ def _copied(key: Key, module: torch.nn.Module) -> tuple[dict[str, Any], dict[str
     with torch.no_grad():
         tensors, quantized = _tensors(module, key["quantization"])
         sums = _values([checksum(tensor) for tensor in tensors.values()])
-        with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            copies = list(pool.map(lambda tensor: tensor.detach().to("cpu", copy=True).contiguous(), tensors.values()))
+        copies = copies_in_memory(list(tensors.values()))
     manifest = {"key": key, "quantized": quantized, "sums": dict(zip(tensors, sums, strict=True))}
     return manifest, dict(zip(tensors, copies, strict=True))
 

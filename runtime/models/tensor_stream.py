@@ -1,4 +1,4 @@
-"""Files of gigabytes: read onto a device by several threads, and written without blocking other threads.
+"""Files of gigabytes: read onto a device by several threads, copied from it, and written without blocking others.
 
 On a GPU each thread reads a piece of the file into page-locked memory and copies it from there on a stream of its own.
 Tensors that are mapped from a file and copied one by one, as libraries do, pass through pageable memory on one thread.
@@ -8,7 +8,7 @@ For a CPU tensors are mapped: those that are used as they are take no memory of 
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -182,6 +182,45 @@ class _Reader:
             if not count:
                 raise _damaged(local.path)
             view = view[count:]
+
+
+def copies_in_memory(tensors: Sequence[torch.Tensor], threads: int = _THREADS) -> list[torch.Tensor]:
+    """Return contiguous copies on the CPU, in the order given.
+
+    Those of a GPU are copied by several threads through page-locked memory, each on a stream of its own: on the current
+    stream, each copy would wait for all kernels that other threads have queued there, and those for the copy.
+
+    Args:
+        tensors: dense, and not changed until this returns.
+    """
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    if not on_gpu:
+        return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation
+    ready.record(torch.cuda.current_stream(on_gpu[0].device))
+    local = threading.local()
+
+    @torch.no_grad()
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        target = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if not tensor.is_cuda:
+            return target.copy_(tensor)
+        if not hasattr(local, "stream"):
+            local.stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]  # the same
+            local.pinned = torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            local.stream.wait_event(ready)
+        with torch.cuda.device(tensor.device), torch.cuda.stream(local.stream):
+            source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            data = target.reshape(-1).view(torch.uint8)
+            for first in range(0, len(source), _PIECE_BYTES):
+                piece = source[first : first + _PIECE_BYTES]
+                local.pinned[: len(piece)].copy_(piece, non_blocking=True)
+                local.stream.synchronize()
+                data[first : first + len(piece)].copy_(local.pinned[: len(piece)])
+        return target
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="copy-tensors") as pool:
+        return list(pool.map(copied, tensors))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], stopped: Callable[[], bool] = lambda: False) -> bool:

@@ -22,6 +22,7 @@ from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.models.tensor_stream import copies_in_memory
 from runtime.upstream.torch import recording_stream
 from tests.gpu.errors import relative_error
 from tests.pipeline.test_parity import sample
@@ -129,3 +130,20 @@ def test_a_graph_records_nothing_of_other_threads() -> None:
     assert not failed
     assert torch.equal(targets.cpu(), source.expand(64, -1))
     assert len(streams) == 32 and recording_stream("cuda").cuda_stream not in streams
+
+
+def test_copies_in_memory_are_equal_while_other_kernels_wait() -> None:
+    made = [
+        torch.randn(3000, 2001, device="cuda"),
+        torch.randn(512, 4097, device="cuda", dtype=torch.bfloat16).t(),
+        torch.randn(1000, 1000, device="cuda").to(torch.float8_e4m3fn),
+        torch.tensor(3.0, device="cuda"),
+        torch.arange(7),
+    ]
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        busy = (busy @ busy).clamp(-1, 1)
+    made.append(busy * 2)
+    copies = copies_in_memory(made)
+    assert all(copy.device.type == "cpu" and copy.is_contiguous() for copy in copies)
+    assert all(torch.equal(copy.float(), tensor.float().cpu()) for copy, tensor in zip(copies, made, strict=True))
