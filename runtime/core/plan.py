@@ -22,7 +22,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, OFF, STRENGTH, UPSCALER, GenerationRequest
+from runtime.core.request import AUTO, LOSSLESS, OFF, STRENGTH, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
 from runtime.core.tiles import call_size
 
@@ -385,6 +385,7 @@ class ExecutionPlan(ResolvedRequest):
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
         mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
         upscaling: how frames are enlarged; `None` if they are not. `width` and `height` are the sides before that.
+        sound: whether the model makes sound with the frames.
     """
 
     request: GenerationRequest
@@ -413,6 +414,7 @@ class ExecutionPlan(ResolvedRequest):
     model_version: int = 1
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
     upscaling: Upscaling | None = None
+    sound: bool = False
 
     @field_validator("request", mode="wrap")
     @classmethod
@@ -472,6 +474,16 @@ class ExecutionPlan(ResolvedRequest):
     def keeps_plain(self) -> bool:
         """Whether the decoded frames are saved too, because the video has others."""
         return self.interpolate != OFF or self.upscaling is not None
+
+    @property
+    def keeps_sound(self) -> bool:
+        """Whether the video has sound if the model makes some, or if the video that it continues has some."""
+        return self.sound or (self.extend is not None and self.request.sound != OFF)
+
+    @property
+    def lossless_sound(self) -> bool:
+        """Whether sound is saved without loss."""
+        return self.request.sound == LOSSLESS
 
     @property
     def plain_crf(self) -> int:
@@ -604,6 +616,7 @@ class ExecutionPlan(ResolvedRequest):
             "video": None if self.video is None else self.video.summary(),
             "parts": [part.model_dump() for part in self.parts],
             "looping": self.looping,
+            "sound": self.sound,
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "guidance_cache": self.guidance_cache,
