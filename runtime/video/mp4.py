@@ -349,7 +349,7 @@ class VideoWriter:
 
 @contextlib.contextmanager
 def copy_without_metadata(video: Path) -> Iterator[Path]:
-    """Make a copy of a video with identical frames and no metadata; remove it on exit.
+    """Make a copy of a video with identical frames and sound, and no metadata; remove it on exit.
 
     Raises:
         OutputError: if the video cannot be read, or its folder cannot be written.
@@ -357,7 +357,7 @@ def copy_without_metadata(video: Path) -> Iterator[Path]:
     with video_scratch(video) as folder:
         copy = folder / "copy.mp4"
         command = [find_ffmpeg(), "-v", "error", "-y", *_ONLY_MP4, "-i", str(video)]
-        command += ["-map", "0:v", "-map_metadata", "-1"]
+        command += ["-map", "0:v", "-map", "0:a?", "-map_metadata", "-1"]
         command += ["-map_metadata:s", "-1", "-bitexact", "-c", "copy", "-movflags", "+faststart", str(copy)]
         _run(command, video.name)
         yield copy
