@@ -12,7 +12,17 @@ from runtime.core.errors import InvalidRequestError, MachineError, OutputError
 from runtime.core.sound import Sound
 from runtime.video.export import Clip, ExportPlan, default_target, export
 from runtime.video.export_formats import FORMATS, find_format
-from runtime.video.mp4 import AAC, FLAC, NewSound, VideoWriter, check_output, find_ffmpeg, read_metadata, sweep
+from runtime.video.mp4 import (
+    AAC,
+    FLAC,
+    NewSound,
+    VideoWriter,
+    check_output,
+    copy_without_metadata,
+    find_ffmpeg,
+    read_metadata,
+    sweep,
+)
 from runtime.video.reader import read_info, read_packets, read_sound
 from runtime.video.sound_samples import continued, fitted, looped, sample_at
 from tests.sounds import AAC_FRAME, frames, heard, largest_step, loudness, onset, pitch, sound_in, tone, write_clip
@@ -86,6 +96,12 @@ def test_the_encoder_of_sound_is_checked(tmp_path: Path) -> None:
     with pytest.raises(MachineError) as refused:
         check_output(tmp_path / "x.mp4", 64, 32, COUNT, 10, ("-c:a", "none_such"))
     assert refused.value.code == "video.no_sound_encoder"
+
+
+def test_a_copy_without_metadata_has_the_sound(tmp_path: Path) -> None:
+    video = write_clip(tmp_path / "x.mp4", tone(SECONDS))
+    with copy_without_metadata(video) as copy:
+        assert (heard(copy).samples == heard(video).samples).all()
 
 
 # Loops and continuations, as samples.
