@@ -12,7 +12,7 @@ from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.store import NAME, JobStore
 from runtime.video.reader import read_info
 from tests.app_server import MODEL, Server
-from tests.browser.conftest import OpenPage
+from tests.browser.conftest import SMALL, OpenPage
 from tests.browser.test_accessibility import serious_issues
 from tests.browser.test_export import save
 from tests.browser.test_history import search
@@ -27,6 +27,11 @@ CAN_PLAY = """() => ['mp4a.40.2', 'flac'].map((codec) =>
   document.createElement('video').canPlayType(`video/mp4; codecs="avc1.64001f, ${codec}"`))"""
 # Whether each video of the comparison is heard.
 HEARD = "() => [...document.querySelectorAll('[data-compare] video')].map((video) => !video.muted)"
+# What is not wholly within a small window.
+CUT_OFF = """() => [...document.querySelectorAll('#transport :is(button, input, .time)')]
+  .filter((node) => node.checkVisibility())
+  .filter((node) => node.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+  .map((node) => node.outerHTML.slice(0, 120))"""
 SECONDS, FPS = 2, 8
 
 
@@ -123,6 +128,9 @@ def test_the_player_has_sound(open_page: OpenPage, clips: Clips) -> None:
     page.wait_for_function("() => document.querySelector('#picture video').muted")
     page.keyboard.press("m")
     is_heard(page, "#picture video")
+    page.set_viewport_size(SMALL)
+    page.wait_for_selector("#transport [data-mute]")
+    assert page.evaluate(CUT_OFF) == []
     assert not page.complaints
 
 
