@@ -22,7 +22,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, OFF, STRENGTH, UPSCALER, GenerationRequest
+from runtime.core.request import AUTO, LOSSLESS, OFF, STRENGTH, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
 from runtime.core.tiles import call_size
 
@@ -31,6 +31,8 @@ BACKEND_TITLES = facts.BACKEND_TITLES
 
 # How a video leads back to its first frame: it ends on it, or is played backwards.
 Looping = Literal["same frame", "backwards"]
+# Codecs of new sound in MP4 files, by ffmpeg's names; FLAC is without loss.
+SoundFormat = Literal["aac", "flac"]
 # (latent frames, latent height, latent width)
 LatentSize = tuple[int, int, int]
 # The programs of block engines begin with this.
@@ -385,6 +387,7 @@ class ExecutionPlan(ResolvedRequest):
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
         mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
         upscaling: how frames are enlarged; `None` if they are not. `width` and `height` are the sides before that.
+        sound: whether the model makes sound with the frames.
     """
 
     request: GenerationRequest
@@ -413,6 +416,7 @@ class ExecutionPlan(ResolvedRequest):
     model_version: int = 1
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
     upscaling: Upscaling | None = None
+    sound: bool = False
 
     @field_validator("request", mode="wrap")
     @classmethod
@@ -472,6 +476,13 @@ class ExecutionPlan(ResolvedRequest):
     def keeps_plain(self) -> bool:
         """Whether the decoded frames are saved too, because the video has others."""
         return self.interpolate != OFF or self.upscaling is not None
+
+    @property
+    def sound_format(self) -> SoundFormat | None:
+        """How sound is saved: of the model, or of the video that it continues; `None` if there can be none."""
+        if not self.sound and (self.extend is None or self.request.sound == OFF):
+            return None
+        return "flac" if self.request.sound == LOSSLESS else "aac"
 
     @property
     def plain_crf(self) -> int:
@@ -604,6 +615,7 @@ class ExecutionPlan(ResolvedRequest):
             "video": None if self.video is None else self.video.summary(),
             "parts": [part.model_dump() for part in self.parts],
             "looping": self.looping,
+            "sound": self.sound,
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "guidance_cache": self.guidance_cache,

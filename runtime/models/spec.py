@@ -279,6 +279,19 @@ class ImageInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SoundSpec:
+    """The sound that a model makes with the frames.
+
+    Attributes:
+        rate: samples per second.
+        channels: 1 or 2.
+    """
+
+    rate: int
+    channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SectionSpec:
     """How a model makes a video in sections, each from the images and from what was made before it.
 
@@ -339,6 +352,7 @@ class ModelSpec:
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
+        sound: what it makes with the frames; `None` if its videos are silent.
         image, last_image: the images of one request, see `models.images.with_images`.
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
@@ -381,6 +395,7 @@ class ModelSpec:
     loras: tuple[LoraUse, ...] = ()
     image_input: ImageInput | None = None
     section: SectionSpec | None = None
+    sound: SoundSpec | None = None
     image: ImageUse | None = None
     last_image: ImageUse | None = None
     video_input: VaeEncoderSpec | None = None
