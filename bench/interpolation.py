@@ -13,12 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from runtime.core.request_fields import read_size
+from runtime.families.interpolator.frames import NetworkInterpolator
+from runtime.pipeline.interpolate import AnyInterpolator
 from runtime.planner.interpolation import FACTORS
 from runtime.video.interpolation import FrameInterpolator
 from runtime.video.lossless import write_frames
@@ -45,13 +48,18 @@ def blended(kept: np.ndarray, factor: int) -> np.ndarray:
     return np.stack(shares, axis=1).reshape(-1, *kept.shape[1:]).astype("uint8")
 
 
-def interpolated(kept: np.ndarray, factor: int) -> np.ndarray:
+def interpolated(kept: np.ndarray, factor: int, by: type[AnyInterpolator]) -> np.ndarray:
     """Return what Tandem makes of the frames."""
-    with FrameInterpolator(kept.shape[2], kept.shape[1], factor) as interpolator:
+    with by(kept.shape[2], kept.shape[1], factor) as interpolator:
         return np.concatenate([*interpolator.add(kept), *interpolator.finish()])
 
 
-METHODS: dict[str, Method] = {"repeated": repeated, "blended": blended, "minterpolate": interpolated}
+METHODS: dict[str, Method] = {
+    "repeated": repeated,
+    "blended": blended,
+    "minterpolate": partial(interpolated, by=FrameInterpolator),
+    "network": partial(interpolated, by=NetworkInterpolator),
+}
 
 
 def rendered(count: int, size: tuple[int, int], frames: int) -> Iterator[np.ndarray]:

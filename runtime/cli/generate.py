@@ -180,7 +180,7 @@ def _check_saving(plan: ExecutionPlan, output: Path) -> None:
         OutputError, MachineError: if not.
     """
     check_output(output, *plan.video_size, plan.video_frames, plan.crf, plan.sound_format)
-    if plan.interpolation > 1:
+    if plan.interpolation > 1 and plan.interpolator == "minterpolate":
         check_interpolator()
 
 

@@ -1,6 +1,7 @@
 """`interpolate`: a video file to an MP4 with more frames."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.cli import terminal
@@ -8,16 +9,18 @@ from runtime.cli.conversion import check_options, read_output, read_path, run_co
 from runtime.cli.plan_and_doctor import forecast_text
 from runtime.core import settings
 from runtime.core.cancel import Cancel
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.events import Event
+from runtime.core.plan import INTERPOLATOR_TITLES, Interpolator
 from runtime.core.request import AUTO
 from runtime.core.units import duration
 from runtime.machine.probe import Machine, probe
+from runtime.models.catalogue import find, folders
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate_plan import InterpolationPlan
 from runtime.planner.history import History
-from runtime.planner.interpolation import FACTORS
-from runtime.video.mp4 import check_output
+from runtime.planner.interpolation import FACTORS, interpolator_of
+from runtime.video.mp4 import check_output, find_metadata
 from runtime.video.reader import read_info
 
 if TYPE_CHECKING:  # it imports torch
@@ -40,9 +43,14 @@ def interpolate(file: str, out: str | None, *, factor: int, slow: bool, crf: int
     output = read_output(out, f"{source.stem} {'slow' if slow else 'fps'} {factor}x", loaded.outputs_dir)
     if output == source:
         raise InvalidRequestError("out", "source.same_file", file=source.name)
-    plan = InterpolationPlan(source=info, factor=factor, output=output, slow=slow, requested_crf=crf)
+    machine = probe()
+    by = _interpolator(source, loaded.weights_dir)
+    device = "cuda:0" if by == "network" and machine.gpus and machine.torch_cuda else "cpu"
+    plan = InterpolationPlan(
+        source=info, factor=factor, output=output, slow=slow, requested_crf=crf, by=by, device=device
+    )
     check_output(output, plan.width, plan.height, (info.frames or 1) * factor, plan.crf)
-    history = HistoryFile(loaded.cache_dir, probe())
+    history = HistoryFile(loaded.cache_dir, machine)
     _print_plan(plan, history.read(), history.machine)
 
     def convert(emit: Callable[[Event], None], cancel: Cancel) -> "Interpolated":
@@ -53,6 +61,19 @@ def interpolate(file: str, out: str | None, *, factor: int, slow: bool, crf: int
     return run_conversion("interpolate", output, loaded, convert)
 
 
+def _interpolator(source: Path, weights_dir: Path) -> Interpolator:
+    """Return what computes the new frames of a file, by the model that made it."""
+    request = find_metadata(source).get("request")
+    model = request.get("model") if isinstance(request, dict) else None
+    try:
+        # A file may name anything: only a model's name is looked up, no path.
+        if isinstance(model, str) and model in folders(weights_dir):
+            return interpolator_of(find(model, weights_dir))
+    except ModelError:
+        pass
+    return "minterpolate"
+
+
 def _print_plan(plan: InterpolationPlan, history: History, machine: Machine) -> None:
     """Print what interpolating makes and how long it takes."""
     source, longer = plan.source, plan.factor if plan.slow else 1
@@ -61,7 +82,7 @@ def _print_plan(plan: InterpolationPlan, history: History, machine: Machine) -> 
         frames = f", {source.frames} to {source.frames * plan.factor} frames ({duration(source.seconds * longer)})"
     rate = f"{float(plan.fps):.4g} fps" if plan.slow else f"{float(source.rate):.4g} to {float(plan.fps):.4g} fps"
     sound = " with sound" if source.sound and not plan.slow else ""
-    terminal.line(f"ffmpeg's minterpolate: {plan.width}x{plan.height}{frames}, {rate}{sound}")
+    terminal.line(f"{INTERPOLATOR_TITLES[plan.by]}: {plan.width}x{plan.height}{frames}, {rate}{sound}")
     seconds = plan.seconds(machine, history)
     if seconds is not None:
         terminal.line(forecast_text(seconds, plan.load_seconds))

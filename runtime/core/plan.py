@@ -31,6 +31,9 @@ BACKEND_TITLES = facts.BACKEND_TITLES
 
 # How a video leads back to its first frame: it ends on it, or is played backwards.
 Looping = Literal["same frame", "backwards"]
+# Of frames between others: the shipped network, or ffmpeg.
+Interpolator = Literal["network", "minterpolate"]
+INTERPOLATOR_TITLES: Mapping[str, str] = {"network": "Tandem's network", "minterpolate": "ffmpeg's minterpolate"}
 # Codecs of new sound in MP4 files, by ffmpeg's names; FLAC is without loss.
 SoundFormat = Literal["aac", "flac"]
 # (latent frames, latent height, latent width)
@@ -387,6 +390,7 @@ class ExecutionPlan(ResolvedRequest):
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
         mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
         upscaling: how frames are enlarged; `None` if they are not. `width` and `height` are the sides before that.
+        interpolator: what computes the frames of `interpolate`.
         sound: whether the model makes sound with the frames.
     """
 
@@ -416,6 +420,7 @@ class ExecutionPlan(ResolvedRequest):
     model_version: int = 1
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
     upscaling: Upscaling | None = None
+    interpolator: Interpolator = "minterpolate"
     sound: bool = False
 
     @field_validator("request", mode="wrap")
@@ -627,6 +632,11 @@ class ExecutionPlan(ResolvedRequest):
             "expert_steps": dict(self.expert_steps),
             "interpolation": None
             if self.interpolate == OFF
-            else {"factor": self.interpolation, "frames": self.video_frames, "fps": self.video_fps},
+            else {
+                "factor": self.interpolation,
+                "frames": self.video_frames,
+                "fps": self.video_fps,
+                "by": self.interpolator,
+            },
             "upscaling": None if self.upscaling is None else self.upscaling.model_dump(),
         }

@@ -518,8 +518,8 @@ class GenerationRequest(FrozenModel):
         str,
         Choice(
             label="Interpolate",
-            help="Compute 1 or 3 new frames between neighboring ones with ffmpeg's minterpolate, for smoother motion "
-            "at the same length. The video without them is kept too.",
+            help="Compute 1 or 3 new frames between neighboring ones, for smoother motion at the same length. The "
+            "video without them is kept too.",
             group="finishing",
             flag="--interpolate",
             metavar="2|4",

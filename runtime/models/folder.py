@@ -61,6 +61,7 @@ _Frames = Annotated[int, Field(strict=True, ge=1, le=MAX_FRAMES)]
 _Side = Annotated[int, Field(strict=True, ge=1, le=MAX_SIDE)]
 _TITLE = TypeAdapter(Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")])
 _DEFAULTS = TypeAdapter(Defaults)
+_FLAG = TypeAdapter(Annotated[bool, Field(strict=True)])
 _VERSION = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=1_000_000)])
 _SIZES = TypeAdapter(Annotated[tuple[tuple[_Side, _Side], ...], Field(min_length=1, max_length=_MAX_LISTED)])
 _FRAME_COUNTS = TypeAdapter(Annotated[tuple[_Frames, ...], Field(min_length=1, max_length=_MAX_LISTED)])
@@ -421,8 +422,8 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
     """Read `tandem.json`: arguments of `ModelSpec` that diffusers' configurations do not contain.
 
     Returns:
-        `title`, `license`, `about`, `latent_rgb`, `defaults`, `sizes`, `frame_counts`, `words`, `mag_ratios` and
-        `version`, or `None` without such a file.
+        `title`, `license`, `about`, `latent_rgb`, `defaults`, `sizes`, `frame_counts`, `words`, `mag_ratios`,
+        `interpolates` and `version`, or `None` without such a file.
 
     Raises:
         KeyError, TypeError, ValueError: if it is incomplete or invalid.
@@ -444,6 +445,7 @@ def read_sidecar(directory: Path, experts: int) -> dict[str, Any] | None:
         "frame_counts": _FRAME_COUNTS.validate_python(config["frame_counts"]),
         "words": _WORDS.validate_python(config.get("words", {})),
         "mag_ratios": _mag_ratios(config.get("mag_ratios", {}), experts),
+        "interpolates": _FLAG.validate_python(config.get("interpolates", False)),
         "version": _VERSION.validate_python(config.get("version", 1)),
     }
 

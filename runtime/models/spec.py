@@ -362,6 +362,7 @@ class ModelSpec:
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
             in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
+        interpolates: whether the network of `families.interpolator` was trained on what it shows.
         version: of its weights; the settings of a video by another version may not suit them.
         files: of the components whose weights are not in `directory` or are quantized there.
     """
@@ -407,6 +408,7 @@ class ModelSpec:
     embedded_guidance: bool = False
     mag_ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     files: Mapping[str, WeightFiles] = field(default_factory=dict)
+    interpolates: bool = False
     version: int = 1
 
     def weight_paths(self, component: str) -> list[Path]:

@@ -11,16 +11,19 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Warned
 from runtime.core.facts import Fact
+from runtime.families.interpolator.frames import NetworkInterpolator
 from runtime.machine.load import LoadMeter
 from runtime.pipeline.conversion import Converted, convert, described, read_source
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate_plan import InterpolationPlan
-from runtime.planner.interpolation import FFMPEG
+from runtime.planner.interpolation import BACKENDS, Interpolation
 from runtime.video.interpolation import FrameInterpolator, check_interpolator
 from runtime.video.mp4 import SourceSound
 from runtime.video.reader import input_options
 
 _FRAMES_PER_CALL = 1
+
+AnyInterpolator = FrameInterpolator | NetworkInterpolator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,20 @@ class Interpolated(Converted):
     slow: bool
 
 
+def opened(work: Interpolation, check: Callable[[], None]) -> AnyInterpolator:
+    """Return what computes new frames, to use as a context manager.
+
+    Args:
+        check: called while frames are computed; may raise.
+
+    Raises:
+        MachineError: see `FrameInterpolator`.
+    """
+    if work.by == "network":
+        return NetworkInterpolator(work.width, work.height, work.factor, work.device, check)
+    return FrameInterpolator(work.width, work.height, work.factor, check)
+
+
 def interpolate_file(
     plan: InterpolationPlan, history: HistoryFile, emit: Callable[[Event], None], cancel: Cancel
 ) -> Interpolated:
@@ -49,19 +66,20 @@ def interpolate_file(
     """
     source, began, meter = plan.source, time.monotonic(), LoadMeter()
     sound = source.sound
-    check_interpolator()
+    if plan.by == "minterpolate":
+        check_interpolator()
     if plan.slow and sound:
         emit(Warned(fact=Fact("interpolate.silent", {"file": source.path.name})))
         sound = ()
 
     def finish(fields: dict[str, Any]) -> tuple[Interpolated, str, dict[str, Any], SourceSound]:
         name = source.path.name
-        done = Interpolated(**fields, source=name, factor=plan.factor, slow=plan.slow, backend=FFMPEG)
+        done = Interpolated(**fields, source=name, factor=plan.factor, slow=plan.slow, backend=BACKENDS[plan.by])
         kept = SourceSound(input_options(source.path), sound, chapters=not plan.slow)
         return done, *described(done, source.path, "interpolate", sound=bool(sound)), kept
 
     of = (source.frames or 0) * plan.factor
-    with FrameInterpolator(source.width, source.height, plan.factor, cancel.check) as interpolator:
+    with opened(plan.work, cancel.check) as interpolator:
         done = convert(plan, "interpolate", _frames(plan, interpolator, emit), of, began, emit, cancel, finish)
     run = plan.work.run(done.frames // plan.factor, done.seconds, history.machine, loaded=meter.loaded)
     history.add([run])
@@ -69,7 +87,7 @@ def interpolate_file(
 
 
 def _frames(
-    plan: InterpolationPlan, interpolator: FrameInterpolator, emit: Callable[[Event], None]
+    plan: InterpolationPlan, interpolator: AnyInterpolator, emit: Callable[[Event], None]
 ) -> Iterator[torch.Tensor]:
     """Yield the frames of the result; report a damaged source at its end."""
 

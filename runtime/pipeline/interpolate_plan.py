@@ -5,7 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from runtime.core.estimates import Seconds
-from runtime.core.plan import default_crf
+from runtime.core.plan import Interpolator, default_crf
 from runtime.machine.probe import Machine
 from runtime.planner.forecast import process_seconds
 from runtime.planner.history import History
@@ -22,6 +22,7 @@ class InterpolationPlan:
         factor: frames of the result for each of the source.
         slow: whether the rate stays, so that the video gets longer, and its sound is left out.
         requested_crf: of the MP4, by default as for generated videos.
+        by, device: see `Interpolation`.
     """
 
     source: VideoInfo
@@ -29,6 +30,8 @@ class InterpolationPlan:
     output: Path
     slow: bool = False
     requested_crf: int | None = None
+    by: Interpolator = "minterpolate"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         """Check the frame rate.
@@ -63,7 +66,8 @@ class InterpolationPlan:
     @property
     def work(self) -> Interpolation:
         """What the history compares."""
-        return Interpolation(self.source.width, self.source.height, self.factor, stage=False)
+        sides = self.source.width, self.source.height
+        return Interpolation(*sides, self.factor, stage=False, by=self.by, device=self.device)
 
     @property
     def load_seconds(self) -> float:

@@ -100,7 +100,7 @@ def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
     plan, history = context.plan, options.get("history")
     job_id, on_frames = options.get("job_id"), options.get("on_frames")
     check_output(plan.output, *plan.video_size, plan.video_frames, plan.crf, plan.sound_format)
-    if plan.interpolation > 1:
+    if plan.interpolation > 1 and plan.interpolator == "minterpolate":
         check_interpolator()
     sweep(plan.output.parent)
     for warning in context.plan.warnings:

@@ -28,13 +28,14 @@ from runtime.models.videos import open_picture
 from runtime.pipeline.bad_sound import inspected
 from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.continuation import Continuation
+from runtime.pipeline.interpolate import AnyInterpolator, opened
 from runtime.pipeline.loop import Loop
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
+from runtime.planner.interpolation import Interpolation
 from runtime.planner.upscaling import calls_of
 from runtime.upstream.libraries import diffusers
 from runtime.video.images import thumbnail
-from runtime.video.interpolation import FrameInterpolator
 from runtime.video.mp4 import NewSound, VideoWriter
 from runtime.video.sound_samples import looped
 
@@ -75,7 +76,7 @@ class VideoOutput:
             writer = VideoWriter(plan.output, *plan.video_size, plan.video_fps, plan.crf)
             self._writer = stack.enter_context(writer)
             self._plain: VideoWriter | None = None
-            self._interpolator: FrameInterpolator | None = None
+            self._interpolator: AnyInterpolator | None = None
             self._upscaler: FrameUpscaler | None = None
             if plan.looping is not None:
                 self._loop = stack.enter_context(Loop(plan.output, plays_back=plan.looping == "backwards"))
@@ -83,8 +84,8 @@ class VideoOutput:
                 plain = VideoWriter(plain_output(plan.output), *sides, plan.fps, plan.plain_crf)
                 self._plain = stack.enter_context(plain)
             if plan.interpolation > 1:
-                interpolator = FrameInterpolator(*sides, plan.interpolation, self._context.cancel.check)
-                self._interpolator = stack.enter_context(interpolator)
+                self._interpolator = opened(Interpolation.of(plan), self._context.cancel.check)
+                stack.enter_context(self._interpolator)
             if plan.upscaling is not None:
                 self._upscaler = stack.enter_context(self._load_upscaler())
             self._exit = stack.pop_all()

@@ -1,22 +1,26 @@
 """How long new frames between those of a video take, and interpolation as a stage of a video's plan. Pure."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import Seconds
-from runtime.core.plan import ExecutionPlan
+from runtime.core.plan import PYTORCH, ExecutionPlan, Interpolator
 from runtime.core.request import INTERPOLATIONS, MAX_VIDEO_FPS, OFF
 from runtime.machine.probe import Machine
+from runtime.models.spec import ModelSpec
 from runtime.planner.history import History, Kind, Run, device_name, seconds_per_call
 
 FACTORS = tuple(int(value) for value in INTERPOLATIONS if value != OFF)
-# `Kind.component`, and the backend of its runs.
-INTERPOLATOR, FFMPEG = "interpolator", "ffmpeg"
+# `Kind.component`, and the backends of its runs.
+INTERPOLATOR = "interpolator"
+BACKENDS: Mapping[Interpolator, str] = {"network": PYTORCH, "minterpolate": "ffmpeg"}
 # `Kind.speed` of a stage of a job: without reading and encoding, which files take.
 _STAGE = "stage"
-# Pixels of new frames a second, on the one core that ffmpeg uses, and the range of the estimate.
-_RATE = 3e6
+# Pixels of new frames a second: on the one core that ffmpeg uses; by the network on 2 cores, and on a GPU, which is a
+# guess. And the range of the estimate.
+_RATE, _NETWORK_RATE, _NETWORK_RATE_ON_GPU = 3e6, 0.5e6, 40e6
 _RANGE = (0.5, 2.5)
 
 
@@ -43,24 +47,29 @@ class Interpolation:
         width, height: of the frames, in pixels.
         factor: frames of the result for each one.
         stage: whether it is a stage of a job; else of a file.
+        by: what computes them.
+        device: a torch device, where the network does.
     """
 
     width: int
     height: int
     factor: int
     stage: bool
+    by: Interpolator = "minterpolate"
+    device: str = "cpu"
 
     @classmethod
     def of(cls, plan: ExecutionPlan) -> "Interpolation":
         """Return that of a plan."""
-        return cls(plan.width, plan.height, plan.interpolation, stage=True)
+        device = plan.components["vae"].device if plan.interpolator == "network" else "cpu"
+        return cls(plan.width, plan.height, plan.interpolation, stage=True, by=plan.interpolator, device=device)
 
     def _kind(self, machine: Machine) -> Kind:
         return Kind(
-            device=device_name(machine, "cpu"),
+            device=device_name(machine, self.device),
             model="",
             component=INTERPOLATOR,
-            backend=FFMPEG,
+            backend=BACKENDS[self.by],
             dtype="uint8",
             quantization="none",
             offload="none",
@@ -74,7 +83,10 @@ class Interpolation:
         """Return how long so many frames take: as measured, else estimated."""
         pixels = self._pixels(frames)
         measured = seconds_per_call(history, self._kind(machine), pixels)
-        likely = pixels * (self.factor - 1) / _RATE
+        rate = _RATE
+        if self.by == "network":
+            rate = _NETWORK_RATE if self.device == "cpu" else _NETWORK_RATE_ON_GPU
+        likely = pixels * (self.factor - 1) / rate
         return measured or Seconds(likely, _RANGE[0] * likely, _RANGE[1] * likely)
 
     def run(self, frames: int, seconds: float, machine: Machine, *, loaded: bool) -> Run:
@@ -83,15 +95,20 @@ class Interpolation:
         return Run(kind=kind, flops=pixels, seconds=seconds, working_bytes=1, excess_bytes=None, loaded=loaded)
 
 
-def with_interpolation(plan: ExecutionPlan, machine: Machine, history: History) -> ExecutionPlan:
-    """Return a plan with the seconds of the requested interpolation; without one, the plan unchanged.
+def interpolator_of(spec: ModelSpec) -> Interpolator:
+    """Return what computes new frames of a model's videos: the network only where it was trained on what they show."""
+    return "network" if spec.interpolates else "minterpolate"
+
+
+def with_interpolation(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, history: History) -> ExecutionPlan:
+    """Return a plan with the requested interpolation and its seconds; without one, the plan unchanged.
 
     Raises:
         InvalidRequestError: if the video would have too many frames a second.
     """
     if plan.request.interpolate == OFF:
         return plan
-    plan = plan.replace(interpolate=plan.request.interpolate)
+    plan = plan.replace(interpolate=plan.request.interpolate, interpolator=interpolator_of(spec))
     check_rate(plan.fps, plan.interpolation, "interpolate", ["interpolate", OFF])
     seconds = Interpolation.of(plan).seconds(plan.plain_frames, machine, history)
     return plan.replace(

@@ -88,7 +88,7 @@ def resolve(
     if "gpus" in spec.unsupported:
         context = context._replace(others=())
     machine = seen_from(context.machine, context.gpu)
-    plan = with_interpolation(_on_most_gpus(request, spec, context), machine, context.history)
+    plan = with_interpolation(_on_most_gpus(request, spec, context), spec, machine, context.history)
     return with_upscaler(plan, spec, machine, context.offers, context.history)
 
 

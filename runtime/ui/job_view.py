@@ -25,7 +25,7 @@ from runtime.core.events import (
     VideoSaved,
 )
 from runtime.core.facts import Fact, capitalized, first_words, lowered
-from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
+from runtime.core.plan import BACKEND_TITLES, INTERPOLATOR_TITLES, ExecutionPlan
 from runtime.core.progress import OF_FRAMES, Progress
 from runtime.core.request import LOSSLESS, OFF
 from runtime.core.step_cache import NONE
@@ -547,7 +547,8 @@ def _finished(saved: VideoSaved) -> list[tuple[str, str]]:
         rows.append(("Loop", {"same frame": "ends on its first frame"}.get(saved.plan["looping"], "played backwards")))
     if saved.plan.get("interpolation") is not None:
         times = f"{request['interpolate']} times from {request['fps']} fps"
-        rows.append(("Interpolated", f"{times} by ffmpeg's minterpolate"))
+        by = INTERPOLATOR_TITLES[saved.plan["interpolation"].get("by", "minterpolate")]
+        rows.append(("Interpolated", f"{times} by {by}"))
     if saved.plan.get("upscaling") is not None:
         made = formatting.size(request["width"], request["height"])
         rows.append(("Upscaled", f"{request['upscale']} times from {made} by {request['upscaler']}"))

@@ -12,6 +12,7 @@ from runtime.cli.main import run
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.events import Event, FramesDecoded
 from runtime.machine.probe import probe
+from runtime.models.catalogue import EMBEDDED
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate import interpolate_file
 from runtime.pipeline.interpolate_plan import InterpolationPlan
@@ -65,6 +66,16 @@ def test_a_video_gets_more_frames_and_keeps_its_sound(
     assert len(HistoryFile(cache_dir, probe()).read()) == 1
     assert run(arguments) == 0
     assert [path.name for path in (cache_dir / "outputs").glob("*.mp4")]
+
+
+def test_the_network_interpolates_videos_of_the_shipped_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {"diorama": "pytorch", "other": "ffmpeg", str(EMBEDDED / "diorama"): "ffmpeg"}
+    for model, backend in models.items():
+        made = save(tmp_path / "made.mp4", frames(), {"tandem": {"request": {"model": model}}})
+        assert run(["interpolate", str(made), "--out", str(tmp_path / f"{backend}.mp4"), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["backend"] == backend
 
 
 def test_a_slow_video_has_the_rate_of_its_source_and_no_sound(

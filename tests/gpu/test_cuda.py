@@ -18,11 +18,11 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from runtime.models.tensor_stream import copies_in_memory
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.placement import VAE_PSNR as PSNR
 from runtime.planner.resolve import PlanningContext, resolve
-from runtime.models.tensor_stream import copies_in_memory
 from runtime.upstream.torch import recording_stream
 from tests.gpu.errors import relative_error
 from tests.pipeline.test_parity import sample

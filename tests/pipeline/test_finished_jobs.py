@@ -76,7 +76,7 @@ def make(tiny: Tiny, tmp_path: Path) -> Make:
     """Return what plans a clip that is saved without loss."""
 
     def made(**values: Any) -> Clip:
-        spec = tiny("wan2.1")
+        spec = replace(tiny("wan2.1"), interpolates=values.pop("interpolates", False))
         if "upscale" in values:
             save_safetensors(tmp_path / "weights" / "small.safetensors", COMPACT_CONFIG)
             upscaler = find_upscaler(str(tmp_path / "weights" / "small.safetensors"), 2, tmp_path)
@@ -135,7 +135,9 @@ def test_a_job_saves_both_videos(clip: Clip, tmp_path: Path) -> None:
     assert [run.kind.component for run in history.read()].count(UPSCALER) == 1
 
 
-@pytest.mark.parametrize("values", [{"interpolate": 2}, {"interpolate": 4, "upscale": 2}])
+@pytest.mark.parametrize(
+    "values", [{"interpolate": 2}, {"interpolate": 4, "upscale": 2}, {"interpolate": 2, "interpolates": True}]
+)
 def test_an_interpolated_job_saves_both_videos(values: dict[str, Any], make: Make, tmp_path: Path) -> None:
     clip, history = make(**values), HistoryFile(tmp_path, machine())
     decoded: list[np.ndarray] = []
@@ -167,7 +169,9 @@ def test_an_interpolated_job_saves_both_videos(values: dict[str, Any], make: Mak
     assert saved.timings["interpolate"] > 0
     metadata = read_metadata(clip.plain)
     assert (metadata["request"]["interpolate"], metadata["request"]["frames"]) == (str(factor), FRAMES)
-    assert metadata["plan"]["interpolation"] == {"factor": factor, "frames": FRAMES * factor, "fps": 8 * factor}
+    by = "network" if clip.spec.interpolates else "minterpolate"
+    made = {"factor": factor, "frames": FRAMES * factor, "fps": 8 * factor, "by": by}
+    assert metadata["plan"]["interpolation"] == made
     (run,) = [run for run in history.read() if run.kind.component == INTERPOLATOR]
     assert run.seconds == saved.timings["interpolate"]
 

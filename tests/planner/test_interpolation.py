@@ -1,6 +1,7 @@
 """Plans of videos that are interpolated: frames, rates, seconds, and what is too fast."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.models.catalogue import EMBEDDED
+from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.planner.interpolation import Interpolation
 from tests.plans import machine, tiny_plan
@@ -29,6 +32,18 @@ def test_the_video_has_more_frames_and_lasts_as_long(factor: int | str, frames: 
     restored = GenerationRequest.from_mapping(made.request_json())
     assert (restored.interpolate, restored.fps, restored.frames) == (str(factor), 16, 9)
     assert ExecutionPlan.model_validate_json(made.model_dump_json()) == made
+
+
+def test_the_network_interpolates_only_what_it_was_trained_on(tiny: Tiny) -> None:
+    of_other = tiny("wan2.1")
+    shipped = read_spec(EMBEDDED / "diorama", "diorama")
+    found = {}
+    for spec in (of_other, replace(of_other, interpolates=shipped.interpolates)):
+        plan = tiny_plan(spec, Path("x.mp4"), interpolate=2)
+        found[plan.to_json()["interpolation"]["by"]] = plan.seconds["interpolate"].likely
+        kinds = Interpolation.of(plan).run(9, 1.0, machine(), loaded=False).kind
+        assert kinds.backend == {"network": "pytorch", "minterpolate": "ffmpeg"}[plan.interpolator]
+    assert found["network"] > found["minterpolate"]
 
 
 def test_a_finished_job_corrects_the_forecast_of_its_kind(tiny: Tiny) -> None:

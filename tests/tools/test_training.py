@@ -12,6 +12,7 @@ from diffusers import AutoencoderDC
 from safetensors.torch import load_file
 from torch import nn
 
+from runtime.families.interpolator.network import WEIGHTS
 from runtime.models.registry import read_spec
 from tools.diorama import (
     captions,
@@ -20,6 +21,7 @@ from tools.diorama import (
     nets,
     train_dcae,
     train_experts,
+    train_interpolation,
     train_text,
     train_vae,
     training,
@@ -302,3 +304,20 @@ def test_the_trained_autoencoder_is_small_enough_to_ship() -> None:
     with torch.device("meta"):
         model = train_dcae.autoencoder(train_dcae.TRUE)
     assert 2 * sum(p.numel() for p in model.parameters()) < 2_050_000
+
+
+def test_the_interpolator_learns_and_its_weights_are_those_that_ship(tmp_path: Path) -> None:
+    clips = Renderer(train_interpolation.SIZE, 5)(world.sample(2, 1))
+    before, between, after = train_interpolation.triples(clips, 3)
+    assert before.shape == between.shape == after.shape == (3, 3, *reversed(train_interpolation.CROP))
+    # What lies between is more like both than they are like each other.
+    apart = (before - after).square().mean()
+    assert max((before - between).square().mean(), (after - between).square().mean()) < apart
+    arguments = ["x", "--out", str(tmp_path), "--minutes", "0.05", "--clips", "1", "--batch", "1", "--test", "8"]
+    with mock.patch("sys.argv", arguments):
+        train_interpolation.main()
+    trained = load_file(tmp_path / f"{train_interpolation.NAME}-0.safetensors")
+    shipped = load_file(WEIGHTS)
+    assert {name: (value.shape, value.dtype) for name, value in trained.items()} == {
+        name: (value.shape, value.dtype) for name, value in shipped.items()
+    }
