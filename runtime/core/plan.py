@@ -377,6 +377,7 @@ class ExecutionPlan(ResolvedRequest):
         memory: the memory of each stage, in order.
         seconds: the time forecast for "encode", "denoise" and "decode", and for "interpolate" and "upscale" if the plan
             has them, their "total", and "load", which is extra; "compile" is the part of "load" that compiling takes.
+            "built" is the total of later clips, if engines are built for them when no video waits.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
         embedded_guidance: guidance scale that is an input of the transformer; `guidance_scale` is 1 then. `None` if the
@@ -525,12 +526,14 @@ class ExecutionPlan(ResolvedRequest):
     def second_seconds(self) -> Seconds:
         """The time forecast for a second clip with these settings in the same process, which keeps what it compiled.
 
-        Components that do not stay loaded are loaded again.
+        It runs on the engines that are built after the first, if there are any. Components that do not stay
+        loaded are loaded again.
         """
         weights = {name: part.weights_bytes for name, part in self.components.items()}
         kept = self.strategy.offload != "none"
         again = sum(size for name, size in weights.items() if not (kept or self.strategy.keeps(name)))
-        total, load, compiling = (self.seconds.get(name, _NO_TIME) for name in ("total", "load", "compile"))
+        load, compiling = (self.seconds.get(name, _NO_TIME) for name in ("load", "compile"))
+        total = self.seconds.get("built") or self.seconds.get("total", _NO_TIME)
         reading = (load.likely - compiling.likely) * again / (sum(weights.values()) or 1)
         return replace(total, likely=total.likely + reading, low=total.low + reading, high=total.high + reading)
 

@@ -262,8 +262,16 @@ def _unmeasured_engine(inputs: ForecastInputs, strategy: MemoryStrategy, name: s
     )
     in_pytorch = replace(inputs, backends={**inputs.backends, name: PYTORCH}, workload=without)
     plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False))
-    at_best = _ENGINE_AT_BEST["cpu" if not workload.cuda else "small" if workload.spec.small else "cuda"]
-    return replace(plain.as_inferred(), low=at_best * plain.likely)
+    return unmeasured_engine(plain, "cpu" if not workload.cuda else "small" if workload.spec.small else "cuda")
+
+
+def unmeasured_engine(in_pytorch: Seconds, kind: str) -> Seconds:
+    """Return the latency of an engine of a whole component that was not measured: about that in PyTorch, uncompiled.
+
+    Args:
+        kind: of the component: "cpu", "small" or "cuda", a large one on a GPU.
+    """
+    return replace(in_pytorch.as_inferred(), low=_ENGINE_AT_BEST[kind] * in_pytorch.likely)
 
 
 def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:

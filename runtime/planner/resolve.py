@@ -24,6 +24,7 @@ from runtime.core.step_cache import (
     kind_of,
     with_strength,
 )
+from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
@@ -54,6 +55,8 @@ class PlanningContext(NamedTuple):
         compares: whether engines are looked up for what is requested in PyTorch too, so that its forecast is comparable
             with theirs. It needs the digest of the component's weights.
         long_lived: whether one process makes the clip and later ones, as in the web app: compiled code is loaded once.
+        idle_builds: whether engines of small models on a CPU, where all that were measured are faster than PyTorch, are
+            built when no video waits, although the request leaves open which are built.
     """
 
     machine: Machine
@@ -64,6 +67,7 @@ class PlanningContext(NamedTuple):
     others: Sequence[int] | None = None
     compares: bool = False
     long_lived: bool = False
+    idle_builds: bool = False
 
 
 def resolve(
@@ -81,8 +85,11 @@ def resolve(
         MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
     if builds_later or request.build == IDLE:
+        builds_missing = request.build == IDLE or _builds_by_default(request, spec, context)
         context = context._replace(long_lived=context.long_lived or builds_later)
-        return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
+        return plan_without_waiting(
+            request, lambda changed: resolve(changed, spec, context), builds_missing=builds_missing
+        )
     _check_supported(request, spec)
     assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
     if "gpus" in spec.unsupported:
@@ -90,6 +97,12 @@ def resolve(
     machine = seen_from(context.machine, context.gpu)
     plan = with_interpolation(_on_most_gpus(request, spec, context), machine, context.history)
     return with_upscaler(plan, spec, machine, context.offers, context.history)
+
+
+def _builds_by_default(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> bool:
+    """Return whether all missing engines are built when no video waits, although the request does not say so."""
+    on_cpu = cuda_problem(seen_from(context.machine, context.gpu)) is not None
+    return context.idle_builds and request.build == AUTO and spec.small and on_cpu
 
 
 def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:

@@ -83,12 +83,10 @@ class JobReplanner:
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
         history = () if self._history is None else self._history.read()
         offers = self._engines.offers(spec)
-        plan = resolve(
-            record.generation_request(),
-            spec,
-            PlanningContext(machine, record.output, offers, history, gpu, more_gpus),
-            builds_later=self._builds_later,
+        context = PlanningContext(
+            machine, record.output, offers, history, gpu, more_gpus, idle_builds=self._engines.idle_builds
         )
+        plan = resolve(record.generation_request(), spec, context, builds_later=self._builds_later)
         return spec, avoid_causes(plan, spec, deaths)
 
 

@@ -1,6 +1,8 @@
 """Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
 
+import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,44 @@ def test_a_video_starts_in_pytorch_and_the_next_ones_use_the_engine_while_it_is_
     until(lambda: [build.state for build in builds(queue.store)] == ["done", "done"])
     (second,) = engines.store.index()
     assert second.id == first.id and second.built_at > first.built_at
+
+
+@pytest.mark.slow
+def test_by_default_a_small_model_runs_on_engines_from_the_second_video_on(
+    spec: ModelSpec, engines: EngineService, tmp_path: Path
+) -> None:
+    folders, store = (tmp_path / "weights", tmp_path / "outputs"), JobStore(tmp_path / "jobs.sqlite")
+    queue = RunningQueue(*folders, replace(engines, idle_builds=True), store=store)
+    values = small(backends={}).to_json()
+    with contextlib.closing(queue):
+        first = queue.submit(GenerationRequest.from_mapping(values))
+        until(lambda: not first.open)
+        assert isinstance(first.events[-1], VideoSaved), first.events[-1]
+        parts = first.events[-1].plan["components"]
+        assert {part["backend"] for part in parts.values()} == {"pytorch"}
+        assert {part.reasons[0].code for part in first.plan.components.values()} == {"planner.built_later"}
+        # Nobody asked for engines, so the video does not warn about them.
+        assert "event.fell_back" not in {fact.code for fact in first.events[-1].warnings}
+        (build,) = builds(store)
+        assert build.idle and build.title.startswith("Build engines for all components")
+        # A video that is submitted meanwhile stops the build, which continues with the engines that are missing.
+        until(engines.store.index)
+        other = queue.submit(GenerationRequest.from_mapping(values | {"seed": 4, "backends": {"all": "pytorch"}}))
+        until(lambda: not other.open)
+        assert isinstance(other.events[-1], VideoSaved), other.events[-1]
+        seen = names(store, build.id)
+        assert seen.count("PutBack") == 1 and "Ended" not in seen[: seen.index("PutBack")]
+        until(lambda: not store.get(build.id).open)
+        assert store.get(build.id).state == "done"
+        assert {record.component for record in engines.store.index()} == {*parts}
+        second = queue.submit(GenerationRequest.from_mapping(values | {"seed": 5}))
+        until(lambda: not second.open)
+        assert isinstance(second.events[-1], VideoSaved), second.events[-1]
+        # Each component runs on its engine, unless PyTorch was measured to be as fast.
+        for name, part in second.plan.components.items():
+            slower = part.reasons[-1].code == "planner.none_faster"
+            assert (second.events[-1].plan["components"][name]["backend"] == "pytorch") is slower
+        assert len(builds(store)) == 1
 
 
 @pytest.mark.slow
