@@ -46,13 +46,13 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     context = PlanningContext(machine, output, offers, history, compares=True, idle_builds=engines.idle_builds)
     try:
         plan = resolve(request, spec, context)
-        built = resolve(request, spec, context, builds_later=True).seconds.get("built")
+        in_app = resolve(request, spec, context, builds_later=True)
     except MemoryShortError as error:
         terminal.result("Memory is short. Strategies for weight placement, fastest first:")
         _show_strategies(error.strategies, error.where)
         raise
-    if built is not None:
-        plan = plan.replace(seconds={**plan.seconds, "built": built})
+    if "later" in in_app.seconds:
+        plan = plan.replace(seconds={**plan.seconds, "later": in_app.seconds["later"]})
     terminal.result(clip_text(spec, plan))
     if len(plan.expert_steps) > 1:
         steps = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
@@ -71,7 +71,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         terminal.result(f"PyTorch options: {' '.join(dict.fromkeys(map(str, plan.speed.reasons)))}")
     _show_memory(plan)
     terminal.result(time_text(plan))
-    terminal.result(_second_text(plan))
+    terminal.result(_second_text(in_app))
     warnings = [render(fact, Words(plan.components)).what for fact in plan.warnings]
     for text in warnings:
         terminal.warning(text)
@@ -156,12 +156,14 @@ def time_text(plan: ExecutionPlan) -> str:
 
 
 def _second_text(plan: ExecutionPlan) -> str:
-    """Return a line with the forecast of a second clip in the web app."""
+    """Return a line with the forecast of a second clip in the web app, which makes the first one by `plan`."""
     second = plan.second_seconds
-    if "built" not in plan.seconds:
-        return f"A second clip in the web app: about {_about(second.likely)}"
-    span = f"{_about(second.low)} to {_about(second.high)}"
-    return f"A second clip in the web app: {span}, on engines that it builds when no video waits"
+    about = f"about {_about(second.likely)}"
+    if plan.builds:
+        about = f"{_about(second.low)} to {_about(second.high)}, on engines that are built when no video waits"
+    elif plan.speed.compiled_later:
+        about = f"{about}, with code that is compiled when no video waits"
+    return f"A second clip in the web app: {about}"
 
 
 def forecast_text(seconds: Seconds, load_seconds: float, stages: str = "") -> str:

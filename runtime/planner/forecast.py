@@ -167,6 +167,7 @@ class ForecastInputs:
         chunk: latent frames that the VAE decodes in one call if memory suffices.
         step_cache: with its strength, or "none".
         long_lived: see `resolve.PlanningContext`.
+        compiles_when_idle: whether code may be compiled for later clips when no video waits.
         base: execution options that all strategies share.
         offers: all engines for each component, with those that the request's settings exclude.
         levels: factors on the measured seconds of the engines in use, see `level`.
@@ -183,6 +184,7 @@ class ForecastInputs:
     chunk: int
     step_cache: str = NONE
     long_lived: bool = False
+    compiles_when_idle: bool = False
     base: Speed = EAGER
     offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)

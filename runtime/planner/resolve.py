@@ -55,8 +55,9 @@ class PlanningContext(NamedTuple):
         compares: whether engines are looked up for what is requested in PyTorch too, so that its forecast is comparable
             with theirs. It needs the digest of the component's weights.
         long_lived: whether one process makes the clip and later ones, as in the web app: compiled code is loaded once.
-        idle_builds: whether engines of small models on a CPU, where all that were measured are faster than PyTorch, are
-            built when no video waits, although the request leaves open which are built.
+        idle_builds: whether a process that makes later clips prepares them when no video waits, although the request
+            does not say so: it builds engines of small models on a CPU, where all that were measured are faster than
+            PyTorch, and compiles code for a GPU.
     """
 
     machine: Machine
@@ -248,6 +249,7 @@ class _Placed:
         free_bytes: of the device with the least.
         offered: returns the engines for a component.
         long_lived: see `PlanningContext`.
+        compiles_when_idle: see `ForecastInputs`.
     """
 
     request: GenerationRequest
@@ -262,6 +264,7 @@ class _Placed:
     offload: str
     offered: ComponentOffers
     long_lived: bool
+    compiles_when_idle: bool
 
     def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> PlanForecast:
         """Return the forecasts and the strategy with these engines."""
@@ -283,6 +286,7 @@ class _Placed:
             chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
             step_cache=settings.step_cache,
             long_lived=self.long_lived,
+            compiles_when_idle=self.compiles_when_idle,
             offers={name: self.offered(name) for name in choices},
             levels={
                 name: level(choice.offer, paths[name])
@@ -343,6 +347,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         offload=offload,
         offered=offered,
         long_lived=context.long_lived,
+        # Sections and several GPUs run in loops and processes of their own.
+        compiles_when_idle=context.long_lived and context.idle_builds and split is None and spec.section is None,
     )
     component_settings = constraints.ComponentSettings(
         component="",

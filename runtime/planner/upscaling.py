@@ -267,8 +267,8 @@ def _added(
         memory=(*plan.memory, memory),
         seconds={
             **plan.seconds,
+            **{name: total + seconds for name, total in plan.seconds.items() if name in {"total", "later"}},
             "upscale": seconds,
-            "total": plan.seconds["total"] + seconds,
             "load": plan.seconds["load"] + forecast.read_seconds(part.weights_bytes),
         },
         strategies=tuple(entry.replace(seconds=entry.seconds + seconds) for entry in plan.strategies),

@@ -31,9 +31,8 @@ def plan_without_waiting(
         elif later[name]:
             components[name] = _postponed(part, built.backend, later[name])
             seconds = _instead_of(seconds, part.seconds, built.seconds)
-    builds = any(part.later for part in components.values())
-    times = {**plan.seconds, "built": seconds} if builds else plan.seconds
-    return plan.replace(request=request, components=components, builds_later=True, seconds=times)
+    made = plan.replace(request=request, components=components, builds_later=True)
+    return made.replace(seconds={**plan.seconds, "later": seconds}) if made.builds else made
 
 
 def _instead_of(total: Seconds, running: Seconds | None, built: Seconds | None) -> Seconds:
