@@ -55,7 +55,7 @@ def process(arguments: argparse.Namespace) -> None:
     from runtime.models.images import with_images
     from runtime.models.registry import read_spec
     from runtime.pipeline import video_output
-    from runtime.pipeline.compile_ahead import compile_ahead
+    from runtime.pipeline.ahead import compile_ahead
     from runtime.pipeline.history_file import HistoryFile
     from runtime.pipeline.run import run_job
     from runtime.planner.resolve import PlanningContext, resolve

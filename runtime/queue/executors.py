@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core import settings
-from runtime.core.cancel import Cancel
+from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import DISK_FULL, EngineError, TandemError
 from runtime.core.events import (
     EngineProgress,
@@ -194,6 +194,7 @@ class TaskExecutor:
         gpu: index of the worker's GPU, which builds engines; 0 on a machine without GPUs.
         free: frees the loaded models: builders measure, and engines that are compared need memory.
         compile_code: compiles what a request runs in PyTorch with the loaded models; returns the result.
+        load: loads what runs a request, with new engines.
     """
 
     engines: EngineService
@@ -201,6 +202,7 @@ class TaskExecutor:
     gpu: int
     free: Callable[[], None]
     compile_code: Callable[[GenerationRequest, Cancel], Fact]
+    load: Callable[[GenerationRequest, Cancel], None]
 
     def execute(self, run: Run) -> Outcome:
         """Execute a task and return how it ended; what was finished before a cancellation stays. Never raises."""
@@ -219,7 +221,7 @@ class _Task:
 
     def __init__(self, executor: TaskExecutor, run: Run) -> None:
         self.engines, self.weights_dir, self.gpu = executor.engines, executor.weights_dir, executor.gpu
-        self.free, self.compile_code = executor.free, executor.compile_code
+        self.free, self.compile_code, self.load = executor.free, executor.compile_code, executor.load
         self._run, self._cancel = run, run.cancel
         # Engines that it built before an interruption are not built again.
         self._created = run.record.created
@@ -308,11 +310,24 @@ class _Task:
             began = begin(number + 1)
         if failed and not built:
             raise failed[0]
+        if self._run.record.idle:
+            self._load(request)
         self._report(Fact("task.finished"), 1.0)
         counts = {"built": built, "wanted": len(engines)}
         if failed:
             return Fact("task.built_in_part", {**counts, "cause": failed[0].fact})
         return self._gain(request, spec, new, counts) or Fact("task.built", counts)
+
+    def _load(self, request: GenerationRequest) -> None:
+        """Load what the next clip runs on, which takes seconds; it does that itself if this fails or makes room."""
+        self._report(Fact("task.loading"), 1.0)
+        try:
+            self.load(request.replace(backends={}, build="never"), self._cancel)
+        except CancelledError:
+            logger.info("task %s: makes room before all engines are loaded", self._run.id)
+        except Exception:
+            logger.exception("task %s: its engines could not be loaded", self._run.id)
+            self.free()
 
     def _gain(
         self, request: GenerationRequest, spec: ModelSpec, built: Collection[str], counts: Mapping[str, int]

@@ -32,6 +32,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.placement import usable_gpus
 from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
 from runtime.queue.job_planning import JobReplanner, queue_builds, queue_compilation
@@ -161,7 +162,9 @@ class Worker:
         config = self._config
         self._registry.register(config.instance, config.gpu)
         videos = VideoExecutor(self._plan, self._load_libraries, config.history, waits_for_disk=True)
-        tasks = TaskExecutor(config.engines, config.weights_dir, config.gpu, self._free, self._compile)
+        tasks = TaskExecutor(
+            config.engines, config.weights_dir, config.gpu, self._free, self._compile, self._load_ahead
+        )
         with self._exit, self._poller.polling():
             if config.preload:
                 with contextlib.suppress(Exception):  # reported with the first job
@@ -292,10 +295,20 @@ class Worker:
     def _compile(self, request: GenerationRequest, cancel: Cancel) -> Fact:
         """Compile what a request runs in PyTorch, with the loaded models."""
         config, residency = self._config, self._load_libraries()
-        from runtime.pipeline.compile_ahead import compile_ahead
+        from runtime.pipeline.ahead import compile_ahead
 
         spec, plan = self._replanner.plan_request(request, self._machine(), config.gpu, cancel.check)
         return compile_ahead(plan, spec, cancel, residency, config.history)
+
+    def _load_ahead(self, request: GenerationRequest, cancel: Cancel) -> None:
+        """Load what runs a request on the CPU, where engines take seconds to open."""
+        if usable_gpus(self._config.engines.machine):
+            return
+        residency = self._load_libraries()
+        from runtime.pipeline.ahead import load_ahead
+
+        spec, plan = self._replanner.plan_request(request, self._machine(), self._config.gpu, cancel.check)
+        load_ahead(plan, spec, cancel, residency)
 
     def _gather(self, work: Work, count: int) -> None:
         """Wait until this worker has `count` GPUs; report how many it has so far."""

@@ -25,7 +25,7 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.compile_ahead import compile_ahead
+from runtime.pipeline.ahead import compile_ahead, load_ahead
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.job_planning import JobReplanner
@@ -205,9 +205,13 @@ class House:
             spec, plan = replanner.plan_request(request, probe(), 0, cancel.check)
             return compile_ahead(plan, spec, cancel, self.residency, None)
 
+        def load(request: GenerationRequest, cancel: Cancel) -> None:
+            spec, plan = replanner.plan_request(request, probe(), 0, cancel.check)
+            load_ahead(plan, spec, cancel, self.residency)
+
         if shell == "build":
             free = self.residency.free
-            return TaskExecutor(self.engines, self.settings.weights_dir, 0, free, compile_code).execute
+            return TaskExecutor(self.engines, self.settings.weights_dir, 0, free, compile_code, load).execute
         if shell == "node":
             return self.remote(store).execute
         return VideoExecutor(

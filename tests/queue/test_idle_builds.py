@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import VideoSaved
+from runtime.core.events import StageStarted, VideoSaved
 from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
@@ -133,6 +133,8 @@ def test_by_default_a_small_model_runs_on_engines_from_the_second_video_on(
         second = queue.submit(GenerationRequest.from_mapping(values | {"seed": 5}))
         until(lambda: not second.open)
         assert isinstance(second.events[-1], VideoSaved), second.events[-1]
+        # The engines are loaded already.
+        assert "load" not in {event.stage for event in second.events if isinstance(event, StageStarted)}
         # Each component runs on its engine, unless PyTorch was measured to be as fast.
         for name, part in second.plan.components.items():
             slower = part.reasons[-1].code == "planner.none_faster"

@@ -1,6 +1,7 @@
-"""Compile what later clips of a plan run in PyTorch, while no video waits. Imports torch."""
+"""Prepare later clips while no video waits: load what runs them, and compile what PyTorch runs. Imports torch."""
 
 import contextlib
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 
@@ -21,6 +22,36 @@ from runtime.pipeline.stages import encode_given, encode_prompt
 
 # The first chunk of frames, and one of those that follow, which have another shape.
 _CHUNKS = 2
+
+
+def load_ahead(plan: ExecutionPlan, spec: ModelSpec, cancel: Cancel, residency: Residency) -> None:
+    """Load what encodes the prompt, denoises and decodes, if the plan keeps all of it loaded.
+
+    Args:
+        plan: of later clips.
+        cancel: checked before each component.
+
+    Raises:
+        TandemError: if something cannot be loaded.
+    """
+    if not plan.strategy.keep_loaded or plan.split is not None:
+        return
+    with (
+        Metrics(plan.components["transformer"].device, residency) as metrics,
+        RunContext(plan, spec, lambda _: None, cancel, residency, metrics) as context,
+    ):
+        for name in plan.model_components:
+            cancel.check()
+            if name in spec.text_encoders:
+                loaded: AbstractContextManager[object] = residency.text_encoder(spec, context, name)
+            elif is_transformer(name):
+                loaded = residency.denoiser(spec, context, name)
+            elif name == "vae":
+                loaded = residency.video_decoder(spec, context)
+            else:  # it runs once a clip
+                continue
+            with loaded:
+                pass
 
 
 def compile_ahead(

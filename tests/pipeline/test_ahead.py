@@ -1,4 +1,4 @@
-"""Code that is compiled while no video waits is what later videos run."""
+"""What is loaded or compiled while no video waits is what later videos use."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,20 +9,20 @@ import torch
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import MachineError
-from runtime.core.events import VideoSaved
+from runtime.core.events import StageStarted, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.compile_ahead import compile_ahead
+from runtime.pipeline.ahead import compile_ahead, load_ahead
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import compile_seconds, compiled_code
 from runtime.planner.memory_model import Workload
 from runtime.upstream.torch import CompiledGraphs, compiled_graphs
 from tests.image_files import saved
 from tests.pipeline.runs import events_of
-from tests.plans import machine, no_engines, tiny_plan
+from tests.plans import machine, no_engines, tiny_plan, with_strategy
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -72,6 +72,25 @@ def test_later_videos_of_both_experts_find_the_code(tiny: Tiny, tmp_path: Path) 
         assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
     found = compiled_graphs().since(graphs)
     assert found.cached and not found.compiled
+
+
+def test_a_later_video_loads_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.2-a14b")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", frames=5)
+    with Residency(no_engines(tmp_path)) as residency:
+        load_ahead(plan, spec, Cancel(), residency)
+        assert all(residency.is_loaded(spec, plan, name) for name in plan.components)
+        events = events_of(plan, spec, residency)
+        assert isinstance(events[-1], VideoSaved)
+        assert not [event for event in events if isinstance(event, StageStarted) and event.stage == "load"]
+        # Components that take turns are not loaded.
+        residency.free()
+        load_ahead(with_strategy(plan, keep_loaded=False), spec, Cancel(), residency)
+        cancel = Cancel()
+        cancel.request()
+        with pytest.raises(CancelledError):
+            load_ahead(plan, spec, cancel, residency)
+        assert not any(residency.is_loaded(spec, plan, name) for name in plan.components)
 
 
 def test_it_ends_before_the_next_pass_if_it_is_cancelled(tiny: Tiny, tmp_path: Path) -> None:
