@@ -155,7 +155,8 @@ def serving_here(
     from runtime.server import serve
     from runtime.ui import app as web_app
 
-    chosen = Settings(**{"cache_dir": cache_dir, "port": free_port(), "model": MODEL, "browser": False, **values})
+    fixed: dict[str, Any] = {"port": free_port(), "model": MODEL, "browser": False, "idle_builds": False}
+    chosen = Settings(**{"cache_dir": cache_dir, **fixed, **values})
     log = cache_dir / "server.txt"
     log.touch()
 
@@ -177,9 +178,10 @@ def serving_here(
 
 
 def environment() -> dict[str, str]:
-    """Return the environment without Tandem's settings."""
+    """Return the environment without Tandem's settings; apps build no engines that a test does not ask for."""
     ours = {*settings.VARIABLES.values(), settings.CACHE_VARIABLE}
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    kept = {name: value for name, value in os.environ.items() if name not in ours}
+    return kept | {"TANDEM_IDLE_BUILDS": "0"}
 
 
 def _wait_until_up(url: str, process: subprocess.Popen[str], log: Path) -> None:

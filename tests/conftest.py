@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # PyTorch, which takes seconds to import, is not needed where
     from tests.engine_library import EngineLibrary
 
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
+# Apps build no engines that a test does not ask for; those that a test starts in other processes, see `app_server`.
+os.environ["TANDEM_IDLE_BUILDS"] = "0"
 
 Result = TypeVar("Result")
 DESELECTED = ("slow", "gpu")

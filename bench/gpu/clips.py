@@ -1,6 +1,6 @@
 """Measure the first clips of a process with default settings, as a web app makes them, beside what the plans say.
 
-    python bench/gpu/clips.py [--clips 2] [--processes 1] [--asked '{"steps": 4}'] [MODEL]      of `jobs.MODELS`
+    python bench/gpu/clips.py [--clips 2] [--processes 1] [--idle] [--asked '{"steps": 4}'] [MODEL]    of `jobs.MODELS`
     python bench/gpu/clips.py --small --device cpu --asked '{"compile": "always"}'              a rehearsal
 
 Random weights at full size in `TANDEM_CHECKS`, best a folder in memory; both experts share the same files. By default
@@ -55,6 +55,7 @@ def process(arguments: argparse.Namespace) -> None:
     from runtime.models.images import with_images
     from runtime.models.registry import read_spec
     from runtime.pipeline import video_output
+    from runtime.pipeline.ahead import compile_ahead
     from runtime.pipeline.history_file import HistoryFile
     from runtime.pipeline.run import run_job
     from runtime.planner.resolve import PlanningContext, resolve
@@ -75,7 +76,9 @@ def process(arguments: argparse.Namespace) -> None:
             request = GenerationRequest.from_mapping(asked)
             spec = with_images(plain, request, HOME, None)
             # The machine as it was: a worker counts what it has loaded as free.
-            context = PlanningContext(machine, HOME / "clip.mp4", service.offers(spec), history.read())
+            context = PlanningContext(
+                machine, HOME / "clip.mp4", service.offers(spec), history.read(), idle_builds=arguments.idle
+            )
             plan = resolve(request, spec, context, builds_later=True)
             events: list[Event] = []
             before, began = (residency.load_seconds, residency.compile_seconds), time.perf_counter()
@@ -99,6 +102,11 @@ def process(arguments: argparse.Namespace) -> None:
                 reasons=[str(reason) for reason in plan.speed.reasons],
                 strategy=str(plan.forecast.title),
             )
+            if plan.speed.compiled_later:
+                context, began = context._replace(history=history.read()), time.perf_counter()
+                plan = resolve(request.replace(compile="always"), spec, context, builds_later=True)
+                made = compile_ahead(plan, spec, Cancel(), residency, history)
+                say(process=arguments.number, idle=round(time.perf_counter() - began, 2), result=str(made))
 
 
 def make(arguments: argparse.Namespace) -> None:
@@ -115,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--clips", type=int, default=2, help="of each process")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--idle", action="store_true", help="compile between clips what a web app would compile")
     parser.add_argument("--asked", default="{}", help="fields of the request, as JSON")
     parser.add_argument("--small", action="store_true", help="a tiny model: for a rehearsal on a CPU")
     parser.add_argument("--device", default="cuda:0")

@@ -39,15 +39,20 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     loaded = settings.load()
     spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_weights=False, keep=False)
     machine = probe()
-    offers = EngineService.from_settings(loaded, machine).offers(spec)
+    engines = EngineService.from_settings(loaded, machine)
     history = HistoryFile(loaded.cache_dir, machine).read()
     output = output_path(loaded.outputs_dir, request.prompt)
+    offers = engines.offers(spec)
+    context = PlanningContext(machine, output, offers, history, compares=True, idle_builds=engines.idle_builds)
     try:
-        plan = resolve(request, spec, PlanningContext(machine, output, offers, history, compares=True))
+        plan = resolve(request, spec, context)
+        in_app = resolve(request, spec, context, builds_later=True)
     except MemoryShortError as error:
         terminal.result("Memory is short. Strategies for weight placement, fastest first:")
         _show_strategies(error.strategies, error.where)
         raise
+    if "later" in in_app.seconds:
+        plan = plan.replace(seconds={**plan.seconds, "later": in_app.seconds["later"]})
     terminal.result(clip_text(spec, plan))
     if len(plan.expert_steps) > 1:
         steps = ", ".join(f"{plan.title(name)} {count}" for name, count in plan.expert_steps.items())
@@ -68,7 +73,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         terminal.result(f"PyTorch options: {' '.join(dict.fromkeys(map(str, plan.speed.reasons)))}")
     _show_memory(plan)
     terminal.result(time_text(plan))
-    terminal.result(f"A second clip in the web app: about {_about(plan.second_seconds.likely)}")
+    terminal.result(_second_text(in_app))
     warnings = [render(fact, Words(plan.components)).what for fact in plan.warnings]
     for text in warnings:
         terminal.warning(text)
@@ -151,6 +156,17 @@ def time_text(plan: ExecutionPlan) -> str:
     first = forecast_text(plan.seconds["total"], plan.seconds["load"].likely, f": {stages}")
     compiling = plan.seconds.get("compile")
     return first if compiling is None else f"{first}, {_about(compiling.likely)} of it compiling"
+
+
+def _second_text(plan: ExecutionPlan) -> str:
+    """Return a line with the forecast of a second clip in the web app, which makes the first one by `plan`."""
+    second = plan.second_seconds
+    about = f"about {_about(second.likely)}"
+    if plan.builds:
+        about = f"{_about(second.low)} to {_about(second.high)}, on engines that are built when no video waits"
+    elif plan.speed.compiled_later:
+        about = f"{about}, with code that is compiled when no video waits"
+    return f"A second clip in the web app: {about}"
 
 
 def forecast_text(seconds: Seconds, load_seconds: float, stages: str = "") -> str:

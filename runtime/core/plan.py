@@ -195,6 +195,7 @@ class Speed(FrozenModel):
             (`core.sparse_attention`); `None` for none.
         attention_reason, compiled_reason: why; `None` in `EAGER`.
         compiled: whether the transformers' blocks, and the VAE's operations between convolutions, are compiled.
+        compiled_later: whether they are compiled for later clips when no video waits.
         text_kept: whether every block's keys and values of the text are cached across steps.
         text_bytes: size of that cache.
         paired: whether both guidance passes run in one call, as a batch of two.
@@ -207,6 +208,7 @@ class Speed(FrozenModel):
     sparse_tau: float | None = None
     attention_reason: Fact | None = None
     compiled: bool = False
+    compiled_later: bool = False
     compiled_reason: Fact | None = None
     text_kept: bool = False
     text_bytes: int = 0
@@ -382,6 +384,7 @@ class ExecutionPlan(ResolvedRequest):
         memory: the memory of each stage, in order.
         seconds: the time forecast for "encode", "denoise" and "decode", and for "interpolate" and "upscale" if the plan
             has them, their "total", and "load", which is extra; "compile" is the part of "load" that compiling takes.
+            "later" is the total of later clips, if engines are built or code is compiled for them when no video waits.
         strategies: forecasts of all strategies on this device, fastest first.
         warnings: warnings about the result.
         embedded_guidance: guidance scale that is an input of the transformer; `guidance_scale` is 1 then. `None` if the
@@ -541,14 +544,21 @@ class ExecutionPlan(ResolvedRequest):
     def second_seconds(self) -> Seconds:
         """The time forecast for a second clip with these settings in the same process, which keeps what it compiled.
 
-        Components that do not stay loaded are loaded again.
+        It runs on the engines and the code that are made after the first, if there are any. Components that do not stay
+        loaded are loaded again.
         """
         weights = {name: part.weights_bytes for name, part in self.components.items()}
         kept = self.strategy.offload != "none"
         again = sum(size for name, size in weights.items() if not (kept or self.strategy.keeps(name)))
-        total, load, compiling = (self.seconds.get(name, _NO_TIME) for name in ("total", "load", "compile"))
+        load, compiling = (self.seconds.get(name, _NO_TIME) for name in ("load", "compile"))
+        total = self.seconds.get("later") or self.seconds.get("total", _NO_TIME)
         reading = (load.likely - compiling.likely) * again / (sum(weights.values()) or 1)
         return replace(total, likely=total.likely + reading, low=total.low + reading, high=total.high + reading)
+
+    @property
+    def builds(self) -> bool:
+        """Whether engines are built for later clips when no video waits."""
+        return any(part.later for part in self.components.values())
 
     def fell_back(self, component: str) -> bool:
         """Return whether a component runs on a backend other than the requested one."""

@@ -47,7 +47,7 @@ COMPONENTS = (
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
 IDLE = "idle"
 BUILDS: Final = {
-    AUTO: "For selected backends",
+    AUTO: "Automatic",
     "missing": "Missing ones",
     IDLE: "Missing ones, when no video waits",
     "never": "Never",
@@ -291,7 +291,8 @@ class GenerationRequest(FrozenModel):
             "when no video waits. The command line builds them first, except when idle is chosen.",
             group="acceleration",
             flag="--build",
-            unset="missing engines of the backends that were selected by name",
+            unset="missing engines of the backends that were selected by name; in the web app and the HTTP API on a "
+            "CPU, all missing engines of a small model",
             docs="engines.md",
             choices=BUILDS,
         ),

@@ -37,6 +37,7 @@ VARIABLES: Mapping[str, str] = {
     "browser": "TANDEM_BROWSER",
     "engine_cache_dir": "TENSORRT_CACHE_DIR",
     "engine_cache_gb": "TANDEM_ENGINE_CACHE_GB",
+    "idle_builds": "TANDEM_IDLE_BUILDS",
     "tensorrt": "TANDEM_TENSORRT",
     "decoder_tensorrt": "TENSORRT_ENABLED",
     "decoder_precision": "TENSORRT_PRECISION",
@@ -95,6 +96,7 @@ _INVALID: Mapping[str, str] = {
     "offline": "settings.not_a_switch",
     "engine_cache_dir": "settings.not_a_folder",
     "engine_cache_gb": "settings.not_gigabytes",
+    "idle_builds": "settings.not_a_switch",
     "tensorrt": "settings.tensorrt_invalid",
     "decoder_tensorrt": "settings.not_a_switch",
     "decoder_precision": "settings.not_a_precision",
@@ -121,6 +123,7 @@ class Settings(FrozenModel):
         browser: whether the web app opens a browser.
         engine_cache_dir: folder for engines; `None` for the one in the cache folder.
         engine_cache_gb: maximum size of all engines together, in units of 10^9 bytes.
+        idle_builds: whether the web app and `serve` build engines that no request asks for while no video waits.
         tensorrt: parts for which the web app selects TensorRT at start.
         decoder_tensorrt: whether decoders of single frames may run on TensorRT.
         decoder_precision: of their TensorRT engines; `None` for the builder's own.
@@ -143,6 +146,7 @@ class Settings(FrozenModel):
     browser: bool = True
     engine_cache_dir: Path | None = None
     engine_cache_gb: float = Field(default=50.0, ge=0, allow_inf_nan=False)
+    idle_builds: bool = True
     tensorrt: tuple[TensorRTPart, ...] = ()
     decoder_tensorrt: bool = True
     decoder_precision: Precision | None = None
@@ -203,7 +207,7 @@ class Settings(FrozenModel):
             return get_args(TensorRTPart) if words == ["all"] else ()
         return [part for part in TENSORRT_PARTS if part in words] if set(words) <= set(TENSORRT_PARTS) else words
 
-    @field_validator("browser", "share", "decoder_tensorrt", "decoder_precision", mode="before")
+    @field_validator("browser", "share", "idle_builds", "decoder_tensorrt", "decoder_precision", mode="before")
     @classmethod
     def _parse_word(cls, value: Any) -> Any:
         return value.strip().lower() if isinstance(value, str) else value

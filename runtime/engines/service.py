@@ -106,17 +106,19 @@ class EngineService:
 
     Attributes:
         cache_dir: stores the digests of weights; see `key_parts.weights_digest`.
+        idle_builds: see `planner.resolve.PlanningContext`.
     """
 
     store: EngineStore
     machine: Machine
     cache_dir: Path | None
+    idle_builds: bool = False
 
     @classmethod
     def from_settings(cls, settings: Settings, machine: Machine) -> "EngineService":
         """Return the service for the engine folder in the settings."""
         store = EngineStore(settings.engines_dir, int(settings.engine_cache_gb * _BYTES_PER_GB))
-        return cls(store, machine, settings.cache_dir)
+        return cls(store, machine, settings.cache_dir, settings.idle_builds)
 
     def offers(self, spec: ModelSpec) -> ModelOffers:
         """Return the function that gives `planner.resolve.resolve` the engines of one model."""

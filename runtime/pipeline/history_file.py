@@ -136,6 +136,8 @@ class HistoryFile:
         """Add the compilation time of a job.
 
         Args:
+            seconds: 0 if the code was in memory already, where an earlier run of this process has left it; then only
+                that it is in the cache is added.
             graphs: those of the job. Without any, as with the VAE's Triton kernels alone, the code came from the cache
                 if an earlier job has left it there.
         """
@@ -145,7 +147,8 @@ class HistoryFile:
         with contextlib.suppress(OSError):
             code.parent.mkdir(parents=True, exist_ok=True)
             code.touch()
-        self.add([found] if cached else compilation_runs(plan, spec, self.machine, seconds, cached=False))
+        fresh = seconds and not cached
+        self.add(compilation_runs(plan, spec, self.machine, seconds, cached=False) if fresh else [found])
 
 
 def measure_attention(

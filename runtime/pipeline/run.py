@@ -24,16 +24,13 @@ from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
-from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_images, encode_prompt, encode_video
+from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_given, encode_prompt
 from runtime.planner.interpolation import Interpolation
 from runtime.planner.upscaling import run_of
 from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output, sweep
 
 logger = logging.getLogger(__name__)
-
-# Finding compiled code in memory takes less.
-_COMPILED_SECONDS = 0.1
 
 
 class JobOptions(TypedDict, total=False):
@@ -112,10 +109,8 @@ def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
         conditioning, section = with_oom_retry(context, partial(encode_prompt, context)), None
         if context.spec.section is not None:
             conditioning, section = with_oom_retry(context, partial(encode_section_images, context, conditioning))
-        elif plan.image is not None:
-            conditioning = with_oom_retry(context, partial(encode_images, context, conditioning))
-        elif plan.video is not None:
-            conditioning = with_oom_retry(context, partial(encode_video, context, conditioning))
+        else:
+            conditioning = with_oom_retry(context, partial(encode_given, context, conditioning))
         context.record_conditioning(conditioning, section)
     if history is not None:
         measure_attention(context.plan, context.spec, history)
@@ -161,5 +156,5 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     if context.plan.upscaling is not None:
         seconds = timings["upscale"]
         history.add([run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
-    if context.compiled_seconds > _COMPILED_SECONDS and context.plan.speed.compiled and context.plan.split is None:
+    if context.compiled:
         history.add_compilation(context.plan, context.spec, context.compiled_seconds, context.compiled_graphs)

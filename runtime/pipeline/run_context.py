@@ -45,6 +45,8 @@ Emit = Callable[[Event], None]
 
 logger = logging.getLogger(__name__)
 
+# Finding compiled code in memory takes less.
+_COMPILED_SECONDS = 0.1
 # Fields of a plan that fallbacks change while it runs.
 _CHANGING_FIELDS = ("components", "strategy", "decode_flops", "memory", "seconds", "strategies", "split", "speed")
 
@@ -115,6 +117,11 @@ class RunContext:
                 self._save_checkpoint()
             except Exception:  # such as on a lost device, from which nothing can be copied
                 logger.exception("The job's progress could not be saved")
+
+    @property
+    def compiled(self) -> bool:
+        """Whether this run has compiled code, or loaded it from the cache on the disk, on one device."""
+        return self.compiled_seconds > _COMPILED_SECONDS and self.plan.speed.compiled and self.plan.split is None
 
     @property
     def compiled_seconds(self) -> float:

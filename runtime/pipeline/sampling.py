@@ -6,7 +6,7 @@ Equal to the family's diffusers pipeline for the same seed with a CPU generator 
 import hashlib
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -370,7 +370,7 @@ def decode(
     tile: int | None = None,
     *,
     part: Callable[[], ComponentPlan] | None = None,
-) -> Iterator[torch.Tensor]:
+) -> Generator[torch.Tensor, None, None]:
     """Yield frames, (n, height, width, 3) uint8 on the CPU, as they are decoded.
 
     Args:

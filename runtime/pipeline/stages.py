@@ -98,6 +98,13 @@ def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> No
         context.warn(Fact("pipeline.text_cut", {"field": field}))
 
 
+def encode_given(context: RunContext, conditioning: Conditioning) -> Conditioning:
+    """Return the conditioning with the plan's images or its video, if it has any."""
+    if context.plan.image is not None:
+        return encode_images(context, conditioning)
+    return conditioning if context.plan.video is None else encode_video(context, conditioning)
+
+
 def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioning:
     """Return the conditioning with the plan's images: their latents and, where the model attends to it, embeddings."""
     plan, spec = context.plan, context.spec

@@ -112,9 +112,10 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
         # A graph would replay the kernels of the step in which it was recorded.
         single = single and base.sparse_tau is None
         base = base.replace(graphed=single and _launch_bound(inputs, strategy, base))
-    compiled, reason, against = _compiled(inputs, strategy, base)
-    seconds = _compiling(inputs, strategy, base).first if compiled else Seconds(0, 0, 0, measured=True)
-    return base.replace(compiled=compiled, compiled_reason=reason), seconds, against
+    decided = _compiled(inputs, strategy, base)
+    seconds = _compiling(inputs, strategy, base).first if decided.now else Seconds(0, 0, 0, measured=True)
+    speed = base.replace(compiled=decided.now, compiled_later=decided.later, compiled_reason=decided.reason)
+    return speed, seconds, decided.against
 
 
 def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
@@ -210,6 +211,21 @@ def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed)
     return call.likely < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
 
 
+class _Compilation(NamedTuple):
+    """Whether PyTorch's components are compiled.
+
+    Attributes:
+        now: for this clip.
+        against: why they cannot be, if that was requested.
+        later: for later clips, when no video waits.
+    """
+
+    now: bool
+    reason: Fact
+    against: Conflict | None = None
+    later: bool = False
+
+
 class _Compiling(NamedTuple):
     """The time that compiling takes, and the clips that share it.
 
@@ -217,14 +233,16 @@ class _Compiling(NamedTuple):
         first: before this clip.
         later: seconds before each later clip, in a process of its own or in this one.
         clips: how many clips are counted, this one included.
+        when_idle: seconds before the next clip, if the code is compiled when no video waits; `None` if it is not.
     """
 
     first: Seconds
     later: float
     clips: int
+    when_idle: float | None
 
-    def pays_off(self, saved: float) -> tuple[bool, Fact]:
-        """Return whether compiling takes fewer seconds than it saves of all counted clips, and the reason.
+    def decide(self, saved: float) -> _Compilation:
+        """Return whether compiling takes fewer seconds than it saves of all counted clips: before this one, or later.
 
         Args:
             saved: seconds of each clip.
@@ -232,8 +250,11 @@ class _Compiling(NamedTuple):
         seconds, measured = self.first.likely, self.first.measured
         data = {"seconds": seconds, "saved": max(saved, 0.0), "measured": measured, "clips": self.clips}
         if saved * self.clips > seconds + self.later * (self.clips - 1):
-            return True, Fact("planner.compiled_pays_off", data)
-        return False, Fact("planner.not_compiled_pays_off", data)
+            return _Compilation(True, Fact("planner.compiled_pays_off", data))
+        # The next plan counts this clip too.
+        if self.when_idle is not None and saved * (self.clips + 1) > self.when_idle:
+            return _Compilation(False, Fact("planner.compiled_later", data), later=True)
+        return _Compilation(False, Fact("planner.not_compiled_pays_off", data))
 
 
 def _compiling(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> _Compiling:
@@ -252,11 +273,12 @@ def _compiling(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) ->
         first=Seconds(likely, likely / 2, likely * 2, measured=known is not None),
         later=0.0 if inputs.long_lived else cached,
         clips=_CLIPS_AHEAD + clips_made(inputs.history, workload),
+        when_idle=cached if inputs.compiles_when_idle and not measured.on_disk else None,
     )
 
 
-def _compiled(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> tuple[bool, Fact, Conflict | None]:
-    """Return whether PyTorch's components are compiled, the reason, and why they cannot be if that was requested.
+def _compiled(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> _Compilation:
+    """Return whether PyTorch's components are compiled.
 
     Args:
         base: the other options.
@@ -264,32 +286,32 @@ def _compiled(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> 
     workload, mode = inputs.workload, inputs.request.compile
     transformers = bool(inputs.in_pytorch)
     if not transformers and (not workload.cuda or inputs.backends["vae"] != PYTORCH):
-        return False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"), None
-    compiled, reason, against = False, Fact("planner.not_compiled_asked"), None
+        return _Compilation(False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"))
+    decided = _Compilation(False, Fact("planner.not_compiled_asked"))
     if mode != "never":
-        compiled, reason, against = _compiled_if_able(inputs, strategy, base, mode)
-    return compiled, reason if transformers else Fact("planner.only_vae_compiles", {"how": reason}), against
+        decided = _compiled_if_able(inputs, strategy, base, mode)
+    if transformers:
+        return decided
+    return decided._replace(reason=Fact("planner.only_vae_compiles", {"how": decided.reason}))
 
 
-def _compiled_if_able(
-    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, mode: str
-) -> tuple[bool, Fact, Conflict | None]:
+def _compiled_if_able(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, mode: str) -> _Compilation:
     workload, part = inputs.workload, constraints.ComponentSettings(component="vae", backend=PYTORCH)
     if inputs.in_pytorch:
         part = replace(part, component="transformer", quantization=strategy.quantization)
         if "compiled" in workload.spec.lacks:
-            return False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}), None
+            return _Compilation(False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}))
     against = constraints.compile_conflict(replace(part, offload=strategy.offload), inputs.machine)
     if mode == "always" and inputs.in_pytorch:
-        return against is None, Fact("planner.compiled_asked"), against
+        return _Compilation(against is None, Fact("planner.compiled_asked"), against)
     if against is not None:
-        return False, Fact("planner.not_compiled", {"cause": against.fact}), None
+        return _Compilation(False, Fact("planner.not_compiled", {"cause": against.fact}))
     if mode == "always":
-        return True, Fact("planner.compiled_asked"), None
+        return _Compilation(True, Fact("planner.compiled_asked"))
     if not workload.cuda:
-        return False, Fact("planner.not_compiled_on_cpu"), None
+        return _Compilation(False, Fact("planner.not_compiled_on_cpu"))
     saved = sum(_saved(inputs, strategy, base, name) for name in (*inputs.in_pytorch, "vae"))
-    return *_compiling(inputs, strategy, base).pays_off(saved), None
+    return _compiling(inputs, strategy, base).decide(saved)
 
 
 def _saved(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, name: str) -> float:
@@ -311,6 +333,7 @@ def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
     excluded = offload in {"group", "sequential"} or quantization.startswith("bnb-")
     return speed.replace(
         compiled=speed.compiled and not excluded,
+        compiled_later=False,
         text_kept=False,
         text_bytes=0,
         paired=False,

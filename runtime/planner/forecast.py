@@ -167,6 +167,7 @@ class ForecastInputs:
         chunk: latent frames that the VAE decodes in one call if memory suffices.
         step_cache: with its strength, or "none".
         long_lived: see `resolve.PlanningContext`.
+        compiles_when_idle: whether code may be compiled for later clips when no video waits.
         base: execution options that all strategies share.
         offers: all engines for each component, with those that the request's settings exclude.
         levels: factors on the measured seconds of the engines in use, see `level`.
@@ -183,6 +184,7 @@ class ForecastInputs:
     chunk: int
     step_cache: str = NONE
     long_lived: bool = False
+    compiles_when_idle: bool = False
     base: Speed = EAGER
     offers: Mapping[str, Sequence[EngineOffer]] = field(default_factory=dict)
     levels: Mapping[str, float] = field(default_factory=dict)
@@ -262,8 +264,16 @@ def _unmeasured_engine(inputs: ForecastInputs, strategy: MemoryStrategy, name: s
     )
     in_pytorch = replace(inputs, backends={**inputs.backends, name: PYTORCH}, workload=without)
     plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False))
-    at_best = _ENGINE_AT_BEST["cpu" if not workload.cuda else "small" if workload.spec.small else "cuda"]
-    return replace(plain.as_inferred(), low=at_best * plain.likely)
+    return unmeasured_engine(plain, "cpu" if not workload.cuda else "small" if workload.spec.small else "cuda")
+
+
+def unmeasured_engine(in_pytorch: Seconds, kind: str) -> Seconds:
+    """Return the latency of an engine of a whole component that was not measured: about that in PyTorch, uncompiled.
+
+    Args:
+        kind: of the component: "cpu", "small" or "cuda", a large one on a GPU.
+    """
+    return replace(in_pytorch.as_inferred(), low=_ENGINE_AT_BEST[kind] * in_pytorch.likely)
 
 
 def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds | None:

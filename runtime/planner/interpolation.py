@@ -112,6 +112,10 @@ def with_interpolation(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, h
     check_rate(plan.fps, plan.interpolation, "interpolate", ["interpolate", OFF])
     seconds = Interpolation.of(plan).seconds(plan.plain_frames, machine, history)
     return plan.replace(
-        seconds={**plan.seconds, "interpolate": seconds, "total": plan.seconds["total"] + seconds},
+        seconds={
+            **plan.seconds,
+            **{name: total + seconds for name, total in plan.seconds.items() if name in {"total", "later"}},
+            "interpolate": seconds,
+        },
         strategies=tuple(entry.replace(seconds=entry.seconds + seconds) for entry in plan.strategies),
     )

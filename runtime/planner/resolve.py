@@ -24,6 +24,7 @@ from runtime.core.step_cache import (
     kind_of,
     with_strength,
 )
+from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
 from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import clip, constraints, execution_options, memory_model, placement
@@ -54,6 +55,9 @@ class PlanningContext(NamedTuple):
         compares: whether engines are looked up for what is requested in PyTorch too, so that its forecast is comparable
             with theirs. It needs the digest of the component's weights.
         long_lived: whether one process makes the clip and later ones, as in the web app: compiled code is loaded once.
+        idle_builds: whether a process that makes later clips prepares them when no video waits, although the request
+            does not say so: it builds engines of small models on a CPU, where all that were measured are faster than
+            PyTorch, and compiles code for a GPU.
     """
 
     machine: Machine
@@ -64,6 +68,7 @@ class PlanningContext(NamedTuple):
     others: Sequence[int] | None = None
     compares: bool = False
     long_lived: bool = False
+    idle_builds: bool = False
 
 
 def resolve(
@@ -81,8 +86,11 @@ def resolve(
         MemoryShortError: if memory does not suffice for any strategy that the request allows.
     """
     if builds_later or request.build == IDLE:
+        builds_missing = request.build == IDLE or _builds_by_default(request, spec, context)
         context = context._replace(long_lived=context.long_lived or builds_later)
-        return plan_without_waiting(request, lambda changed: resolve(changed, spec, context))
+        return plan_without_waiting(
+            request, lambda changed: resolve(changed, spec, context), builds_missing=builds_missing
+        )
     _check_supported(request, spec)
     assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
     if "gpus" in spec.unsupported:
@@ -90,6 +98,12 @@ def resolve(
     machine = seen_from(context.machine, context.gpu)
     plan = with_interpolation(_on_most_gpus(request, spec, context), spec, machine, context.history)
     return with_upscaler(plan, spec, machine, context.offers, context.history)
+
+
+def _builds_by_default(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> bool:
+    """Return whether all missing engines are built when no video waits, although the request does not say so."""
+    on_cpu = cuda_problem(seen_from(context.machine, context.gpu)) is not None
+    return context.idle_builds and request.build == AUTO and spec.small and on_cpu
 
 
 def _on_most_gpus(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
@@ -235,6 +249,7 @@ class _Placed:
         free_bytes: of the device with the least.
         offered: returns the engines for a component.
         long_lived: see `PlanningContext`.
+        compiles_when_idle: see `ForecastInputs`.
     """
 
     request: GenerationRequest
@@ -249,6 +264,7 @@ class _Placed:
     offload: str
     offered: ComponentOffers
     long_lived: bool
+    compiles_when_idle: bool
 
     def decide(self, choices: Mapping[str, Choice], paths: Mapping[str, PyTorchPath]) -> PlanForecast:
         """Return the forecasts and the strategy with these engines."""
@@ -270,6 +286,7 @@ class _Placed:
             chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
             step_cache=settings.step_cache,
             long_lived=self.long_lived,
+            compiles_when_idle=self.compiles_when_idle,
             offers={name: self.offered(name) for name in choices},
             levels={
                 name: level(choice.offer, paths[name])
@@ -330,6 +347,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         offload=offload,
         offered=offered,
         long_lived=context.long_lived,
+        # Sections and several GPUs run in loops and processes of their own.
+        compiles_when_idle=context.long_lived and context.idle_builds and split is None and spec.section is None,
     )
     component_settings = constraints.ComponentSettings(
         component="",

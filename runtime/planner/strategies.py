@@ -296,6 +296,9 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> St
     seconds = forecast.seconds(inputs, fitted, computed)
     if computed.compiled:
         seconds |= {"load": seconds["load"] + compiling, "compile": compiling}
+    elif computed.compiled_later:
+        compiled = forecast.seconds(inputs, fitted, computed.replace(compiled=True))
+        seconds["later"] = compiled["total"]
     roomy = _needs(memory) <= usable
     against = (
         constraints.step_cache_conflict(inputs.step_cache, fitted.offload, inputs.machine)

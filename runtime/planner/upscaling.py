@@ -224,6 +224,9 @@ def with_upscaler(
     kind = calls.kind(machine, choice.backend, _speed_of(choice))
     seconds = calls.seconds(plan.video_frames, kind, machine, history)
     if not seconds.known:
+        if choice.engines:
+            plain = calls.seconds(plan.video_frames, calls.kind(machine, PYTORCH, _STAGE), machine, history)
+            seconds = forecast.unmeasured_engine(plain, "cuda" if on_gpu else "cpu")
         seconds = next((entry.seconds for entry in compared if entry.backend == choice.backend), seconds)
     weights = upscaler.total_parameters * DTYPE_BYTES[calls.dtype]
     weights = max(weights, choice.offer.file_bytes) if choice.offer is not None else weights
@@ -264,8 +267,8 @@ def _added(
         memory=(*plan.memory, memory),
         seconds={
             **plan.seconds,
+            **{name: total + seconds for name, total in plan.seconds.items() if name in {"total", "later"}},
             "upscale": seconds,
-            "total": plan.seconds["total"] + seconds,
             "load": plan.seconds["load"] + forecast.read_seconds(part.weights_bytes),
         },
         strategies=tuple(entry.replace(seconds=entry.seconds + seconds) for entry in plan.strategies),

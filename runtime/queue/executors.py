@@ -1,4 +1,4 @@
-"""Executors of claimed jobs: `VideoExecutor` makes videos, `TaskExecutor` builds and checks engines or decodes latents.
+"""Executors of claimed jobs: `VideoExecutor` makes videos, `TaskExecutor` does other work, such as building engines.
 
 Both return how the job ends and never raise; `run.Run` stores it. Neither imports torch before it executes something.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime.core import settings
-from runtime.core.cancel import Cancel
+from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import DISK_FULL, EngineError, TandemError
 from runtime.core.events import (
     EngineProgress,
@@ -46,6 +46,7 @@ from runtime.queue.job_planning import seconds_gained
 from runtime.queue.records import (
     BuildEngines,
     BuildProgress,
+    CompileCode,
     DecodeLatents,
     DeleteEngine,
     ImportEngine,
@@ -185,26 +186,30 @@ def _is_full(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskExecutor:
-    """Builds, inspects, imports, verifies, deletes or prunes engines, or decodes latents.
+    """Builds, inspects, imports, verifies, deletes or prunes engines, compiles code, or decodes latents.
 
     Attributes:
         engines: the engine library.
         weights_dir: the user's models.
         gpu: index of the worker's GPU, which builds engines; 0 on a machine without GPUs.
         free: frees the loaded models: builders measure, and engines that are compared need memory.
+        compile_code: compiles what a request runs in PyTorch with the loaded models; returns the result.
+        load: loads what runs a request, with new engines.
     """
 
     engines: EngineService
     weights_dir: Path
     gpu: int
     free: Callable[[], None]
+    compile_code: Callable[[GenerationRequest, Cancel], Fact]
+    load: Callable[[GenerationRequest, Cancel], None]
 
     def execute(self, run: Run) -> Outcome:
         """Execute a task and return how it ended; what was finished before a cancellation stays. Never raises."""
         logger.info("task %s: %s starts", run.id, run.record.title)
         try:
             run.cancel.check()
-            return TaskEnded("done", _Task(self.engines, self.weights_dir, self.gpu, self.free, run).result())
+            return TaskEnded("done", _Task(self, run).result())
         except Exception as error:
             if isinstance(error, EngineError) and error.log:
                 run.report({"event": "TaskLog", "text": error.log})
@@ -212,13 +217,11 @@ class TaskExecutor:
 
 
 class _Task:
-    """One task that runs.
+    """One task that runs, with the attributes of its executor."""
 
-    Args: see `TaskExecutor`.
-    """
-
-    def __init__(self, engines: EngineService, weights_dir: Path, gpu: int, free: Callable[[], None], run: Run) -> None:
-        self.engines, self.weights_dir, self.gpu, self.free = engines, weights_dir, gpu, free
+    def __init__(self, executor: TaskExecutor, run: Run) -> None:
+        self.engines, self.weights_dir, self.gpu = executor.engines, executor.weights_dir, executor.gpu
+        self.free, self.compile_code, self.load = executor.free, executor.compile_code, executor.load
         self._run, self._cancel = run, run.cancel
         # Engines that it built before an interruption are not built again.
         self._created = run.record.created
@@ -235,6 +238,9 @@ class _Task:
         match work:
             case BuildEngines():
                 return self._build(work)
+            case CompileCode():
+                self._report(Fact("task.compiling"), None)
+                return self.compile_code(GenerationRequest.from_mapping(work.request), self._cancel)
             case InspectEngine():
                 return self._inspect(work)
             case ImportEngine():
@@ -304,11 +310,24 @@ class _Task:
             began = begin(number + 1)
         if failed and not built:
             raise failed[0]
+        if self._run.record.idle:
+            self._load(request)
         self._report(Fact("task.finished"), 1.0)
         counts = {"built": built, "wanted": len(engines)}
         if failed:
             return Fact("task.built_in_part", {**counts, "cause": failed[0].fact})
         return self._gain(request, spec, new, counts) or Fact("task.built", counts)
+
+    def _load(self, request: GenerationRequest) -> None:
+        """Load what the next clip runs on, which takes seconds; it does that itself if this fails or makes room."""
+        self._report(Fact("task.loading"), 1.0)
+        try:
+            self.load(request.replace(backends={}, build="never"), self._cancel)
+        except CancelledError:
+            logger.info("task %s: makes room before all engines are loaded", self._run.id)
+        except Exception:
+            logger.exception("task %s: its engines could not be loaded", self._run.id)
+            self.free()
 
     def _gain(
         self, request: GenerationRequest, spec: ModelSpec, built: Collection[str], counts: Mapping[str, int]

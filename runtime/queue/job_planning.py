@@ -1,7 +1,7 @@
 """Plans claimed jobs for the machine as it is when they start, and queues the builds that a plan leaves for later."""
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from runtime.core.cancel import never
@@ -17,9 +17,10 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.choice.engine_offers import Offers
 from runtime.planner.forecast import build_seconds
+from runtime.planner.history import compilation_runs
 from runtime.planner.placement import usable_gpus
 from runtime.planner.resolve import PlanningContext, resolve
-from runtime.queue.records import JobRecord
+from runtime.queue.records import CompileCode, JobRecord
 from runtime.queue.recovery import avoid_causes
 from runtime.queue.store import JobStore
 
@@ -81,15 +82,40 @@ class JobReplanner:
             if moved is not None:
                 return spec, avoid_causes(moved, spec, deaths)
             logger.info("job %s: this machine lacks devices of its plan; it is planned again", record.id)
-        history = () if self._history is None else self._history.read()
-        offers = self._engines.offers(spec)
-        plan = resolve(
-            record.generation_request(),
-            spec,
-            PlanningContext(machine, record.output, offers, history, gpu, more_gpus),
-            builds_later=self._builds_later,
-        )
+        plan = self._resolved(record.generation_request(), spec, record.output, machine, gpu, more_gpus)
         return spec, avoid_causes(plan, spec, deaths)
+
+    def plan_request(
+        self, request: GenerationRequest, machine: Machine, gpu: int, check: Callable[[], None]
+    ) -> tuple[ModelSpec, ExecutionPlan]:
+        """Return the model and the plan of a request whose video is not saved, on one GPU.
+
+        Raises:
+            TandemError: if it cannot run on this machine now.
+        """
+        spec = model_for(request, self._weights_dir, self._engines.cache_dir, check=check)
+        return spec, self._resolved(request, spec, Path("none.mp4"), machine, gpu, ())
+
+    def _resolved(
+        self,
+        request: GenerationRequest,
+        spec: ModelSpec,
+        output: Path,
+        machine: Machine,
+        gpu: int,
+        more_gpus: Sequence[int] | None,
+    ) -> ExecutionPlan:
+        history = () if self._history is None else self._history.read()
+        context = PlanningContext(
+            machine,
+            output,
+            self._engines.offers(spec),
+            history,
+            gpu,
+            more_gpus,
+            idle_builds=self._engines.idle_builds,
+        )
+        return resolve(request, spec, context, builds_later=self._builds_later)
 
 
 def continuation(asked: GenerationRequest, video: Path, changes: Mapping[str, object]) -> GenerationRequest:
@@ -179,9 +205,7 @@ def queue_builds(
         seed=0,
     )
     ids = {use.id for uses in later.values() for use in uses}
-    devices = {plan.components[name].device for name in later} - {"cpu"}
-    # Components that are not on the CPU are on one GPU.
-    gpu = int(min(devices, default="cuda:0").removeprefix("cuda:"))
+    gpu = _gpu_of(plan, later)
     title, index = build_title(plan, spec, list(later)), library.index()
     # Components may share engines.
     seconds = {
@@ -190,6 +214,31 @@ def queue_builds(
         for use in uses
     }
     return store.add_idle_build(title, library.folder, work.to_json(), ids, gpu, seconds=sum(seconds.values()))
+
+
+def queue_compilation(
+    record: JobRecord, plan: ExecutionPlan, spec: ModelSpec, store: JobStore, machine: Machine, library: EngineStore
+) -> bool:
+    """Queue what a plan compiles for later clips; return whether something was queued, as `queue_builds` does.
+
+    Args:
+        machine: whose GPU compiles.
+    """
+    if not plan.speed.compiled_later:
+        return False
+    work = CompileCode(request=record.generation_request().replace(compile="always", build="never").to_json())
+    *_, in_cache = compilation_runs(plan, spec, machine, 0.0, cached=True)
+    title = Fact(
+        "task.compile", {"model": spec.title, "width": plan.width, "height": plan.height, "frames": plan.frames}
+    )
+    gpu = _gpu_of(plan, plan.components)
+    return store.add_idle_build(title, library.folder, work.model_dump(), {in_cache.cached_code}, gpu)
+
+
+def _gpu_of(plan: ExecutionPlan, components: Iterable[str]) -> int:
+    """Return the index of the one GPU of components that are not on the CPU; 0 if all are."""
+    devices = {plan.components[name].device for name in components} - {"cpu"}
+    return int(min(devices, default="cuda:0").removeprefix("cuda:"))
 
 
 def build_title(plan: ExecutionPlan, spec: ModelSpec, components: Sequence[str], backend: str = "") -> Fact:

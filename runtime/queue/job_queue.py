@@ -403,10 +403,15 @@ class JobQueue:
         if machine is not None:
             offers = replace(self._engines, machine=machine).offers(spec)
             return resolve(request, spec, PlanningContext(machine, output, offers, self.history()), builds_later=True)
-        offers, first = self._engines.offers(spec), self._gpus[0]
-        return resolve(
-            request, spec, PlanningContext(self.machine(), output, offers, self.history(), first), builds_later=True
+        context = PlanningContext(
+            self.machine(),
+            output,
+            self._engines.offers(spec),
+            self.history(),
+            self._gpus[0],
+            idle_builds=self._engines.idle_builds,
         )
+        return resolve(request, spec, context, builds_later=True)
 
     def _job_of(self, record: JobRecord) -> Job:
         with self._lock:

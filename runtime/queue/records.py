@@ -52,7 +52,7 @@ class JobRecord(FrozenModel):
     Attributes:
         number: increases with each job and orders the history, independent of the clock.
         id: 8 hexadecimal digits.
-        kind: "video", "build" (of engines) or "task" (other work on the engine library).
+        kind: "video", "build" (of engines, or compiling code) or "task" (other work on the engine library).
         titled: what a build or task does; `None` for videos. `title` is its text.
         position: its place in the queue.
         part: the only component that a build is for; `None` for all.
@@ -414,6 +414,13 @@ class BuildEngines(FrozenModel):
     engines: tuple[str, ...] = ()
 
 
+class CompileCode(FrozenModel):
+    """Compile what later clips of a request run in PyTorch; `request` is by the names of `GenerationRequest`."""
+
+    kind: Literal["compile"] = "compile"
+    request: dict[str, Any]
+
+
 class InspectEngine(FrozenModel):
     """Open an engine file and find out which component it could replace. This runs code of the file.
 
@@ -470,7 +477,14 @@ class DecodeLatents(FrozenModel):
 
 
 Work = Annotated[
-    BuildEngines | InspectEngine | ImportEngine | VerifyEngine | DeleteEngine | PruneEngines | DecodeLatents,
+    BuildEngines
+    | CompileCode
+    | InspectEngine
+    | ImportEngine
+    | VerifyEngine
+    | DeleteEngine
+    | PruneEngines
+    | DecodeLatents,
     Field(discriminator="kind"),
 ]
 _WORK: TypeAdapter[Work] = TypeAdapter(Work)
@@ -482,7 +496,7 @@ def work_of(record: JobRecord) -> Work:
     Raises:
         ValueError: if another version wrote it.
     """
-    if record.kind == "build":
+    if record.kind == "build" and "kind" not in record.request:
         engines = tuple(record.engines.split())
         return BuildEngines(request=dict(record.request), component=record.part, engines=engines)
     return _WORK.validate_python(record.request)

@@ -20,19 +20,22 @@ from typing import TYPE_CHECKING
 import psutil
 
 from runtime.core import log
+from runtime.core.cancel import Cancel
 from runtime.core.environment import collect_garbage_as_usual, collect_garbage_less_often
 from runtime.core.errors import DEVICE_LOST, StoreError
 from runtime.core.events import Failed, WaitsForGpus
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.processes import be_killed_first, use_no_semaphores
+from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.placement import usable_gpus
 from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
-from runtime.queue.job_planning import JobReplanner, queue_builds
+from runtime.queue.job_planning import JobReplanner, queue_builds, queue_compilation
 from runtime.queue.records import KINDS, JobRecord, Kind
 from runtime.queue.recovery import EXIT_DEVICE_LOST
 from runtime.queue.run import ControlPoller, Outcome, Run, Work
@@ -159,7 +162,9 @@ class Worker:
         config = self._config
         self._registry.register(config.instance, config.gpu)
         videos = VideoExecutor(self._plan, self._load_libraries, config.history, waits_for_disk=True)
-        tasks = TaskExecutor(config.engines, config.weights_dir, config.gpu, self._free)
+        tasks = TaskExecutor(
+            config.engines, config.weights_dir, config.gpu, self._free, self._compile, self._load_ahead
+        )
         with self._exit, self._poller.polling():
             if config.preload:
                 with contextlib.suppress(Exception):  # reported with the first job
@@ -279,9 +284,31 @@ class Worker:
             registry.release(instance)
         if not record.begun:
             with contextlib.suppress(StoreError):  # a later video tries again
-                if queue_builds(record, plan, spec, self._store, self._config.engines.store):
+                engines = self._config.engines
+                # First, while the models are loaded: a build of engines frees them.
+                if queue_compilation(record, plan, spec, self._store, engines.machine, engines.store):
+                    logger.info("job %s: its code is compiled for later clips when no video waits", record.id)
+                if queue_builds(record, plan, spec, self._store, engines.store):
                     logger.info("job %s: its engines are built when no video waits", record.id)
         return spec, plan
+
+    def _compile(self, request: GenerationRequest, cancel: Cancel) -> Fact:
+        """Compile what a request runs in PyTorch, with the loaded models."""
+        config, residency = self._config, self._load_libraries()
+        from runtime.pipeline.ahead import compile_ahead
+
+        spec, plan = self._replanner.plan_request(request, self._machine(), config.gpu, cancel.check)
+        return compile_ahead(plan, spec, cancel, residency, config.history)
+
+    def _load_ahead(self, request: GenerationRequest, cancel: Cancel) -> None:
+        """Load what runs a request on the CPU, where engines take seconds to open."""
+        if usable_gpus(self._config.engines.machine):
+            return
+        residency = self._load_libraries()
+        from runtime.pipeline.ahead import load_ahead
+
+        spec, plan = self._replanner.plan_request(request, self._machine(), self._config.gpu, cancel.check)
+        load_ahead(plan, spec, cancel, residency)
 
     def _gather(self, work: Work, count: int) -> None:
         """Wait until this worker has `count` GPUs; report how many it has so far."""

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.core.environment import collect_garbage_as_usual, program
@@ -70,7 +71,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     check_address(settings.host, settings.port)
     return_freed_memory()
     collect_garbage_as_usual()
-    worker, engines = open_queue(settings, resume_all=cluster)
+    worker, engines = open_queue(settings, cluster=cluster)
     server: PageServer | None = None
     head: ClusterHead | None = None
     try:
@@ -148,11 +149,12 @@ def _own_address() -> str:
             return socket.gethostname()
 
 
-def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueue, EngineService]:
+def open_queue(settings: Settings, *, cluster: bool = False) -> tuple[JobQueue, EngineService]:
     """Open the job store and the engine library; return the queue, whose workers do not run yet.
 
     Args:
-        resume_all: whether all interrupted videos are queued again, and not only those of API keys.
+        cluster: whether other machines make its videos, too: all interrupted videos are queued again, and not only
+            those of API keys, and no engines are built here that no request asks for.
 
     Raises:
         OutputError: if nothing can be written to the folder for videos.
@@ -161,6 +163,8 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     if settings.offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     engines = EngineService.from_settings(settings, probe())
+    if cluster:
+        engines = replace(engines, idle_builds=False)
     store = open_store(settings.cache_dir)
     if store.notice is not None:
         print_line(f"Note: {store.notice}")
@@ -170,7 +174,7 @@ def open_queue(settings: Settings, *, resume_all: bool = False) -> tuple[JobQueu
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     worker.retention = Retention(days=settings.keep_days, videos=settings.keep_videos, bytes=settings.keep_bytes)
-    resume_interrupted(store, everyone=resume_all)
+    resume_interrupted(store, everyone=cluster)
     waiting = sum(count for (_, state), count in store.order.counts().items() if state != "paused")
     if waiting:
         print_line(f"Queued jobs of an earlier start: {waiting}. They run now.")

@@ -75,7 +75,7 @@ def serve(settings: Settings, notify: Callable[[str], None] = logger.info, *, cl
         check_ray()
     check_address(settings.host, settings.port)
     _prepare_environment(settings)
-    worker, engines = open_queue(settings, resume_all=cluster)
+    worker, engines = open_queue(settings, cluster=cluster)
     keys = ApiKeys(settings.cache_dir)
     model_tasks = ModelTasks(settings)
     sharing: Sharing | None = None

@@ -590,10 +590,16 @@ def _time(plan: ExecutionPlan) -> str:
     if plan.sections > 1:
         section_seconds = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
         sections = f"{plan.sections} sections of about {_duration(section_seconds)}: "
+    later = plan.second_seconds
+    second = f"about {_duration(later.likely)}"
+    if plan.builds:
+        second = f"{_duration(later.low)} to {_duration(later.high)}, on engines that are built when no video waits"
+    elif plan.speed.compiled_later:
+        second = f"{second}, with code that is compiled when no video waits"
     return (
         f"{sections}about {_duration(total.likely)}, {_duration(total.low)} to {_duration(total.high)} ({how}). "
         f"Loading before the first: about {_duration(load.likely)}{compiling}. "
-        f"A second clip: about {_duration(plan.second_seconds.likely)}."
+        f"A second clip: {second}."
     )
 
 

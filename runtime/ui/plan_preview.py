@@ -141,7 +141,14 @@ class PlanPreview:
             spec = with_upscaler(spec, request, self._weights_dir)
             spec = with_inputs(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
-            context = PlanningContext(self.machine(), _NOWHERE, offers, self._history(), compares=True)
+            context = PlanningContext(
+                self.machine(),
+                _NOWHERE,
+                offers,
+                self._history(),
+                compares=True,
+                idle_builds=self._engines.idle_builds,
+            )
             plan = resolve(request, spec, context, builds_later=True)
         except TandemError as error:
             return Preview(None, error, offers, records, complete, spec)

@@ -202,6 +202,7 @@ def test_a_settings_file_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
         ({"share_queue": True}, "settings.not_a_count"),
         ({"engine_cache_gb": [1]}, "settings.not_gigabytes"),
         ({"browser": "perhaps"}, "settings.not_a_switch"),
+        ({"idle_builds": "perhaps"}, "settings.not_a_switch"),
         ({"offline": 3}, "settings.not_a_switch"),
         ({"auth": "me:"}, "settings.auth_invalid"),
         ({"auth": 5}, "settings.auth_invalid"),

@@ -297,7 +297,7 @@ REFUSED: Mapping[str, str] = {
 def environment(cache_dir: Path, values: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with the cache folder, these values and nothing else."""
     needed = {name: os.environ[name] for name in _UNAVOIDABLE if name in os.environ}
-    return {**needed, "TANDEM_CACHE_DIR": str(cache_dir), "TANDEM_MODEL": MODEL, **values}
+    return {**needed, "TANDEM_CACHE_DIR": str(cache_dir), "TANDEM_MODEL": MODEL, "TANDEM_IDLE_BUILDS": "0", **values}
 
 
 def _run(command: Sequence[str], cache_dir: Path, values: Mapping[str, str]) -> str:

@@ -229,3 +229,7 @@ def test_compiled_code_counts_while_it_is_in_the_cache(tiny: Tiny, tmp_path: Pat
     assert compile_seconds(history.read(), code) == CompileSeconds(8.0, None, on_disk=False)
     history.add_compilation(plan, spec, 7.0, CompiledGraphs())
     assert compile_seconds(history.read(), code) == CompileSeconds(7.0, 1.0, on_disk=True)
+    shutil.rmtree(tmp_path / "compiled")
+    # In memory already.
+    history.add_compilation(plan, spec, 0.0, CompiledGraphs())
+    assert compile_seconds(history.read(), code) == CompileSeconds(7.0, 1.0, on_disk=True)

@@ -308,6 +308,43 @@ def test_compiling_is_counted_as_it_happens(
     assert compiled == ("compile" in decided.seconds)
 
 
+@pytest.mark.parametrize(
+    ("history", "changes", "later"),
+    [
+        # 40 s are more than two clips save, and the 2 s from the cache fewer than three clips.
+        ([(40.0, False, {"width": 512, "height": 512})], {}, True),
+        ([(40.0, False, {"width": 512, "height": 512})], {"idle_builds": False}, False),
+        ([(40.0, False, {"width": 512, "height": 512})], {"builds_later": False}, False),
+        ([(40.0, False, {"width": 512, "height": 512})], {"compile": "never"}, False),
+        # From the cache, code of this machine takes longer than it saves.
+        ([(40.0, False, {}), (60.0, True, {"width": 512, "height": 512})], {}, False),
+        # What is in the cache is not compiled again.
+        ([(40.0, False, {}), (39.0, True, {})], {}, False),
+        # It pays off for this clip already.
+        ([(10.0, False, {"width": 512, "height": 512})], {}, False),
+    ],
+)
+def test_code_is_compiled_when_no_video_waits_if_that_pays_off_for_the_next_clip(
+    history: list[tuple[float, bool, dict[str, Any]]], changes: dict[str, Any], later: bool
+) -> None:
+    here, runs = replace(gpu_machine(), cores=2), []
+    for took, cached, values in history:
+        runs += compilations(took, cached=cached, on=here, **SHORT | values)
+    context = PlanningContext(here, Path("x.mp4"), history=runs, idle_builds=changes.get("idle_builds", True))
+    request = GenerationRequest(prompt="a boat", compile=changes.get("compile", "auto"), **SHORT)
+    decided = resolve(request, A14B, context, builds_later=changes.get("builds_later", True))
+    assert decided.speed.compiled_later is later
+    reason = decided.speed.compiled_reason
+    assert reason is not None and (reason.code == "planner.compiled_later") is later
+    assert ("later" in decided.seconds) is later
+    if later:
+        assert not decided.speed.compiled and "compile" not in decided.seconds
+        runs += [*made_before(1, here), *compilations(40.0, cached=False, on=here, **SHORT)]
+        second = resolve(request, A14B, context._replace(history=runs), builds_later=True)
+        assert second.speed.compiled and not second.speed.compiled_later
+        assert decided.second_seconds.likely == pytest.approx(second.seconds["total"].likely)
+
+
 def test_a_machine_of_other_cores_or_pytorch_is_another_one() -> None:
     here = replace(gpu_machine(), cores=8)
     runs = compilations(1.0, cached=False, on=here, **SHORT)

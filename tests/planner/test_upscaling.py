@@ -172,6 +172,20 @@ def test_a_finished_job_corrects_the_forecast(weights: Path, tiny: Tiny) -> None
     assert calls_of(after, spec).flops(9) == run.flops
 
 
+def test_an_engine_that_was_not_measured_takes_about_as_long_as_jobs_in_pytorch(weights: Path, tiny: Tiny) -> None:
+    spec = with_upscaler(tiny("wan2.1"), GenerationRequest.from_mapping(CLIP | {"upscale": 2}), weights)
+    run = run_of(plan(tiny("wan2.1"), weights, upscale=2), spec, machine(), 0.5, loaded=False)
+    size = (1, 192, 320)
+    use = EngineRef(
+        id="e1", program=UPSCALER, builder="onnxruntime", precision="float32", profile=(size, size, size), build=True
+    )
+    offer = EngineOffer(backend="onnxruntime", builder="onnxruntime", engines=(use,))
+    made = plan(tiny("wan2.1"), weights, offers=lambda *_: [offer], history=[run], upscale=2, build="missing")
+    seconds = made.seconds["upscale"]
+    assert (made.components[UPSCALER].backend, seconds.measured, seconds.inferred) == ("onnxruntime", False, True)
+    assert [seconds.low, seconds.likely] == pytest.approx([0.3 * 0.5, 0.5])
+
+
 def test_less_memory_for_the_upscaler_is_less_for_the_decoder(weights: Path, tiny: Tiny) -> None:
     request = GenerationRequest.from_mapping(CLIP | {"upscale": 2})
     spec, made = with_upscaler(tiny("wan2.1"), request, weights), plan(tiny("wan2.1"), weights, upscale=2)

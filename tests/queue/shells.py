@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from runtime.core.cancel import Cancel
 from runtime.core.errors import StoreError
 from runtime.core.events import Event
 from runtime.core.facts import Fact
@@ -24,6 +25,7 @@ from runtime.execution.residency import Residency
 from runtime.machine.probe import probe
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.ahead import compile_ahead, load_ahead
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.job_planning import JobReplanner
@@ -197,11 +199,21 @@ class House:
         return run
 
     def executor(self, store: JobStore, shell: Shell) -> Callable[[Run], Outcome]:
+        replanner = JobReplanner(self.settings.weights_dir, self.engines, None)
+
+        def compile_code(request: GenerationRequest, cancel: Cancel) -> Fact:
+            spec, plan = replanner.plan_request(request, probe(), 0, cancel.check)
+            return compile_ahead(plan, spec, cancel, self.residency, None)
+
+        def load(request: GenerationRequest, cancel: Cancel) -> None:
+            spec, plan = replanner.plan_request(request, probe(), 0, cancel.check)
+            load_ahead(plan, spec, cancel, self.residency)
+
         if shell == "build":
-            return TaskExecutor(self.engines, self.settings.weights_dir, 0, self.residency.free).execute
+            free = self.residency.free
+            return TaskExecutor(self.engines, self.settings.weights_dir, 0, free, compile_code, load).execute
         if shell == "node":
             return self.remote(store).execute
-        replanner = JobReplanner(self.settings.weights_dir, self.engines, None)
         return VideoExecutor(
             lambda work: replanner.plan(work.record, probe(), deaths=store.log.deaths(work.record.id)),
             lambda: self.residency,

@@ -1,23 +1,28 @@
 """Builds that run while no video waits: real engines (ONNX Runtime, tiny model), interrupted by videos."""
 
+import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from runtime.core.errors import StoreError
-from runtime.core.events import VideoSaved
+from runtime.core.events import StageStarted, VideoSaved
 from runtime.core.facts import sentence
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
+from runtime.execution.compilation import discard_compiled_code
 from runtime.models.spec import ModelSpec
+from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue.instances import WorkerRegistry
-from runtime.queue.job_planning import queue_builds
+from runtime.queue.job_planning import queue_builds, queue_compilation
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import ASKED_BUILD, IDLE_BUILD, VIDEOS, BuildEngines, JobRecord, PruneEngines
 from runtime.queue.run import ControlPoller, PutBack, Run
 from runtime.queue.store import JobStore
+from runtime.upstream.torch import compiled_graphs
 from tests.facts import fact
 from tests.plans import machine
 from tests.queue.samples import add_job
@@ -98,6 +103,46 @@ def test_a_video_starts_in_pytorch_and_the_next_ones_use_the_engine_while_it_is_
 
 
 @pytest.mark.slow
+def test_by_default_a_small_model_runs_on_engines_from_the_second_video_on(
+    spec: ModelSpec, engines: EngineService, tmp_path: Path
+) -> None:
+    folders, store = (tmp_path / "weights", tmp_path / "outputs"), JobStore(tmp_path / "jobs.sqlite")
+    queue = RunningQueue(*folders, replace(engines, idle_builds=True), store=store)
+    values = small(backends={}).to_json()
+    with contextlib.closing(queue):
+        first = queue.submit(GenerationRequest.from_mapping(values))
+        until(lambda: not first.open)
+        assert isinstance(first.events[-1], VideoSaved), first.events[-1]
+        parts = first.events[-1].plan["components"]
+        assert {part["backend"] for part in parts.values()} == {"pytorch"}
+        assert {part.reasons[0].code for part in first.plan.components.values()} == {"planner.built_later"}
+        # Nobody asked for engines, so the video does not warn about them.
+        assert "event.fell_back" not in {fact.code for fact in first.events[-1].warnings}
+        (build,) = builds(store)
+        assert build.idle and build.title.startswith("Build engines for all components")
+        # A video that is submitted meanwhile stops the build, which continues with the engines that are missing.
+        until(engines.store.index)
+        other = queue.submit(GenerationRequest.from_mapping(values | {"seed": 4, "backends": {"all": "pytorch"}}))
+        until(lambda: not other.open)
+        assert isinstance(other.events[-1], VideoSaved), other.events[-1]
+        seen = names(store, build.id)
+        assert seen.count("PutBack") == 1 and "Ended" not in seen[: seen.index("PutBack")]
+        until(lambda: not store.get(build.id).open)
+        assert store.get(build.id).state == "done"
+        assert {record.component for record in engines.store.index()} == {*parts}
+        second = queue.submit(GenerationRequest.from_mapping(values | {"seed": 5}))
+        until(lambda: not second.open)
+        assert isinstance(second.events[-1], VideoSaved), second.events[-1]
+        # The engines are loaded already.
+        assert "load" not in {event.stage for event in second.events if isinstance(event, StageStarted)}
+        # Each component runs on its engine, unless PyTorch was measured to be as fast.
+        for name, part in second.plan.components.items():
+            slower = part.reasons[-1].code == "planner.none_faster"
+            assert (second.events[-1].plan["components"][name]["backend"] == "pytorch") is slower
+        assert len(builds(store)) == 1
+
+
+@pytest.mark.slow
 def test_a_video_interrupts_an_idle_build_which_is_done_later(
     queue: JobQueue, engines: EngineService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +185,51 @@ def test_a_video_interrupts_a_build_that_was_asked_for(queue: JobQueue, engines:
     # Engines that were finished are kept.
     after = {record.id: record.built_at for record in engines.store.index()}
     assert before.items() <= after.items() and len(after) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_code_is_compiled_when_no_video_waits(
+    spec: ModelSpec, engines: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.setenv(name, "")  # so that what is there now comes back
+        monkeypatch.delenv(name)
+    discard_compiled_code()
+    history = HistoryFile(tmp_path, engines.machine)
+    store = JobStore(tmp_path / "jobs.sqlite")
+    queue = RunningQueue(tmp_path / "weights", tmp_path / "outputs", engines, history, store)
+    with contextlib.closing(queue):
+        first = queue.submit(small(backends={}))
+        until(lambda: not first.open)
+        assert isinstance(first.events[-1], VideoSaved), first.events[-1]
+        assert not first.plan.speed.compiled
+        # As it is planned on a GPU.
+        later = first.plan.replace(speed=first.plan.speed.replace(compiled_later=True))
+        record = store.get(first.id)
+        assert queue_compilation(record, later, spec, store, engines.machine, engines.store)
+        assert not queue_compilation(record, later, spec, store, engines.machine, engines.store)
+        (build,) = builds(store)
+        assert build.idle and build.title == str(fact("task.compile", model="tiny", width=32, height=32, frames=5))
+        # A video makes it put back, and it continues after the video.
+        until(lambda: store.get(build.id).live is not None)
+        other = queue.submit(small(backends={}, seed=4))
+        until(lambda: not other.open)
+        assert isinstance(other.events[-1], VideoSaved), other.events[-1]
+        until(lambda: not store.get(build.id).open)
+        record = store.get(build.id)
+        assert (record.state, names(store, build.id).count("PutBack")) == ("done", 1)
+        ended = [values["fact"]["code"] for _, _, values in store.log.events(build.id) if values["event"] == "Ended"]
+        assert ended == ["task.compiled"]
+        graphs = compiled_graphs()
+        second = queue.submit(small(backends={}, seed=5, compile="always"))
+        # From the cache; until that was measured, it is a guess.
+        assert second.plan.seconds["compile"].likely == 2.0
+        until(lambda: not second.open)
+        assert isinstance(second.events[-1], VideoSaved), second.events[-1]
+        assert second.events[-1].plan["speed"]["compiled"]
+        assert not compiled_graphs().since(graphs).compiled
+    discard_compiled_code()
 
 
 @pytest.mark.slow

@@ -399,6 +399,10 @@ _REASONS: Mapping[str, Message] = {
         "Not compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} "
         "a clip; {clips:n clip} of this size are counted."
     ),
+    "planner.compiled_later": Message(
+        "Compiled for later clips when no video waits: compiling takes about {seconds:duration} ({measured:measured}) "
+        "and saves about {saved:duration} a clip."
+    ),
     "planner.text_kept": Message("The text's keys and values are computed once per clip ({bytes:memory})."),
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
     "planner.graphed": Message("Calls are CUDA graphs, because starting kernels takes longer than running them."),

@@ -102,6 +102,11 @@ MESSAGES: Mapping[str, Message] = {
         "Build engines for the {components:named_components} of {model} at {width}×{height}, {frames:n frame} "
         "with {backend:backend}"
     ),
+    "task.loading": Message("Loading the engines for the next video."),
+    "task.compile": Message("Compile {model} for {width}×{height}, {frames:n frame}"),
+    "task.compiling": Message("Compiling."),
+    "task.compiled": Message("Compiled in {seconds:duration}, for later clips of this size."),
+    "task.not_compiled": Message("Not compiled: {cause:clause}."),
     "task.verify": Message("Verify {program:lower_component} {engine}"),
     "task.delete": Message("Delete {program:lower_component} {engine}"),
     "task.import": Message("Import {file}"),

@@ -2,23 +2,26 @@
 
 from collections.abc import Callable
 
+from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, EngineRef, ExecutionPlan
-from runtime.core.request import AUTO, IDLE, GenerationRequest
+from runtime.core.request import AUTO, GenerationRequest
 
 
 def plan_without_waiting(
-    request: GenerationRequest, plan_of: Callable[[GenerationRequest], ExecutionPlan]
+    request: GenerationRequest, plan_of: Callable[[GenerationRequest], ExecutionPlan], *, builds_missing: bool
 ) -> ExecutionPlan:
     """Return the plan of a request on engines that exist and PyTorch; `ComponentPlan.later` has what is to be built.
 
     Args:
         plan_of: plans a request, with "missing" or "never" for `build` instead of "idle".
+        builds_missing: whether missing engines of all components are to be built, and not only those that the request
+            asks for.
     """
-    full_plan = plan_of(request.replace(build="missing") if request.build == IDLE else request)
+    full_plan = plan_of(request.replace(build="missing") if builds_missing else request)
     later = {name: tuple(use for use in part.engines if use.build) for name, part in full_plan.components.items()}
     plan = plan_of(request.replace(build="never")) if any(later.values()) else full_plan
-    components = dict(plan.components)
+    components, seconds = dict(plan.components), plan.seconds["total"]
     for name, part in plan.components.items():
         built = full_plan.components[name]
         asked = request.build == "always" or request.backend(name) != AUTO
@@ -27,7 +30,19 @@ def plan_without_waiting(
             components[name] = part.replace(reasons=(*part.reasons, not_built))
         elif later[name]:
             components[name] = _postponed(part, built.backend, later[name])
-    return plan.replace(request=request, components=components, builds_later=True)
+            seconds = _instead_of(seconds, part.seconds, built.seconds)
+    made = plan.replace(request=request, components=components, builds_later=True)
+    return made.replace(seconds={**plan.seconds, "later": seconds}) if made.builds else made
+
+
+def _instead_of(total: Seconds, running: Seconds | None, built: Seconds | None) -> Seconds:
+    """Return the seconds of a clip, one component of which takes those of engines to be built."""
+    if running is None or built is None:
+        return total
+    likely, low, high = (
+        getattr(total, name) - getattr(running, name) + getattr(built, name) for name in ("likely", "low", "high")
+    )
+    return Seconds(likely, low, high, inferred=total.known and built.known)
 
 
 def _can_be_faster(built: ComponentPlan, running: ComponentPlan) -> bool:

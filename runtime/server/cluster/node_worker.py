@@ -117,7 +117,8 @@ class NodeWorker:
             log.start(loaded.log_file)
         self._cache = loaded.cache_dir
         self._weights = loaded.weights_dir
-        self._engines = EngineService.from_settings(loaded, probe())
+        # Builds that no request asks for are those of the web app and `serve`.
+        self._engines = replace(EngineService.from_settings(loaded, probe()), idle_builds=False)
         self._history = HistoryFile(self._cache, self._engines.machine)
         self._replanner = JobReplanner(self._weights, self._engines, self._history, builds_later=True)
         self._residency: Residency | None = None
