@@ -59,7 +59,12 @@ def test_plan_shows_decisions_and_writes_nothing(
     assert (upscaled["plan"]["upscaling"]["width"], upscaled["plan"]["upscaling"]["height"]) == (1664, 960)
     assert "1664x960" in text
     assert upscaled["plan"]["forecast"]["upscale"]["seconds"] > 0
-    assert upscaled["plan"]["interpolation"] == {"factor": 2, "frames": 162, "fps": 32}
+    assert upscaled["plan"]["interpolation"] == {
+        "factor": 2,
+        "frames": 162,
+        "fps": 32,
+        "by": "minterpolate",
+    }
     assert "162 frames at 32 fps" in text
     assert upscaled["plan"]["forecast"]["interpolate"]["seconds"] > 0
     # The model is silent, and says so.

@@ -84,7 +84,7 @@ def main() -> None:
     *_, device = training.start()
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(args.seed)
-    model = InterpolationNetwork().to(device).to(memory_format=torch.channels_last)
+    model = InterpolationNetwork().to(device)
     if has_weights(args.resume, NAME):
         load_weights(model, args.resume, NAME)
     LOG.info("%.2f million weights", sum(weight.numel() for weight in model.parameters()) / 1e6)
