@@ -385,6 +385,9 @@ class ExecutionPlan(ResolvedRequest):
         builds_later: whether the job builds no engines: those in `ComponentPlan.later` are built when no video waits.
         mag_ratios: magnitude ratios by transformer, see `ModelSpec.mag_ratios`; empty unless the step cache uses them.
         upscaling: how frames are enlarged; `None` if they are not. `width` and `height` are the sides before that.
+        sound: whether the model makes sound with the frames.
+        sound_shape: (batch, channels, latents, bins) of the sound that is denoised with the frames; `None` without.
+        guidance_passes: forward passes of a step with guidance.
     """
 
     request: GenerationRequest
@@ -413,6 +416,9 @@ class ExecutionPlan(ResolvedRequest):
     model_version: int = 1
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
     upscaling: Upscaling | None = None
+    sound: bool = False
+    sound_shape: tuple[int, int, int, int] | None = None
+    guidance_passes: int = 2
 
     @field_validator("request", mode="wrap")
     @classmethod

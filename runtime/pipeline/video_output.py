@@ -22,6 +22,7 @@ from runtime.core.events import Event, FellBack, FramesFinished, StageStarted, V
 from runtime.core.images import InputFile
 from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
 from runtime.core.request import UPSCALER
+from runtime.core.sound import Sound
 from runtime.execution.decoded_frames import fetched
 from runtime.models.videos import open_picture
 from runtime.pipeline.blank_video import Detector, blank_video_error
@@ -192,8 +193,11 @@ class VideoOutput:
         self._finished += len(frames)
         self._context.emit(FramesFinished(frames=self._finished, of=self._context.plan.video_frames))
 
-    def finish(self) -> VideoSaved:
+    def finish(self, sound: Sound | None = None) -> VideoSaved:
         """Complete the MP4, and return the job's result.
+
+        Args:
+            sound: of the video, if it has any.
 
         Raises:
             BadResultError: if the clip is degenerate; nothing is written.

@@ -378,6 +378,7 @@ _REASONS: Mapping[str, Message] = {
         "{exact:kernel}: sparse attention is used from {least} tokens on, and this video has {tokens}."
     ),
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
+    "planner.attention_of_family": Message("PyTorch's own attention, the only one of this family."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
     "planner.attention_measured": Message("{attention:kernel}, the fastest: {seconds:latencies}, {basis:badge}."),
     "planner.attention_by_rule": Message(
