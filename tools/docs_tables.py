@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runtime.cli.flags import PRESET_HELP, PRESETS, metavar
 from runtime.core.request import FIELDS
+from runtime.core.request_fields import Choice
 from tools import card_fits
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +32,10 @@ def with_options(page: str) -> str:
             name = declared.docs.partition(".")[0]
             link = f" See [{name}]({declared.docs})." if declared.docs else ""
             repeat = " Repeatable." if declared.repeatable else ""
-            rows.append((f"`{declared.flag} {metavar(declared)}`", f"{declared.help}{repeat}{link}", declared.unset))
+            off = f", `{declared.off_flag}`" if isinstance(declared, Choice) and declared.off_flag else ""
+            rows.append(
+                (f"`{declared.flag} {metavar(declared)}`{off}", f"{declared.help}{repeat}{link}", declared.unset)
+            )
     rows.append((f"`--preset {'|'.join(PRESETS)}`", PRESET_HELP, ""))
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows]
     return _OPTIONS.sub(lambda _: "".join(lines), page)

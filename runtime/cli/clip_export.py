@@ -40,6 +40,7 @@ def export_clip(
     start: float | None,
     end: float | None,
     width: int | None,
+    lossless_sound: bool,
     only_plan: bool,
 ) -> dict[str, Any]:
     """Export a video, or a part of it; print the path of the file and return what was done.
@@ -48,6 +49,7 @@ def export_clip(
         clip: the ID of a job or a prefix of it, or a file.
         kind: name of the format; `None` for that of `out`.
         start, end: of the part, in seconds.
+        lossless_sound: see `ExportPlan.of`.
         only_plan: whether to print what each format would need instead.
 
     Raises:
@@ -57,18 +59,19 @@ def export_clip(
     loaded = settings.load()
     part = Clip.read(_path_of(clip, loaded)).cut(start, end)
     if only_plan:
-        return _show_plans([part], kind, width)
-    return _write([part], out, kind, width, loaded)
+        return _show_plans([part], kind, width, lossless_sound=lossless_sound)
+    return _write([part], out, kind, width, loaded, lossless_sound=lossless_sound)
 
 
-def join_clips(clips: Sequence[str], out: str | None, *, kind: str | None) -> dict[str, Any]:
+def join_clips(clips: Sequence[str], out: str | None, *, kind: str | None, lossless_sound: bool) -> dict[str, Any]:
     """Write several videos in a row to one file; see `export_clip`."""
     if len(clips) == 1:
         raise InvalidRequestError("files", "export.too_few")
     if len(clips) > MOST_CLIPS:
         raise InvalidRequestError("files", "export.too_many", count=len(clips), most=MOST_CLIPS)
     loaded = settings.load()
-    return _write([Clip.read(_path_of(clip, loaded)) for clip in clips], out, kind, None, loaded)
+    parts = [Clip.read(_path_of(clip, loaded)) for clip in clips]
+    return _write(parts, out, kind, None, loaded, lossless_sound=lossless_sound)
 
 
 def _path_of(clip: str, loaded: Settings) -> Path:
@@ -89,12 +92,13 @@ def _path_of(clip: str, loaded: Settings) -> Path:
     return job.output
 
 
-def _show_plans(clips: Sequence[Clip], kind: str | None, width: int | None) -> dict[str, Any]:
+def _show_plans(clips: Sequence[Clip], kind: str | None, width: int | None, *, lossless_sound: bool) -> dict[str, Any]:
     """Print and return size and time of each format, or of the chosen one."""
     rows, plans = [], []
     for entry in FORMATS.values() if kind is None else [find_format(kind)]:
         try:
-            plan = ExportPlan.of(clips, entry, width)
+            lossless = lossless_sound and (kind is not None or bool(entry.lossless))
+            plan = ExportPlan.of(clips, entry, width, lossless_sound=lossless)
         except MachineError as error:  # this ffmpeg lacks the encoder
             rows.append((entry.name, "", "", "", error.what))
             continue
@@ -113,6 +117,7 @@ def _plan_json(plan: ExportPlan) -> dict[str, Any]:
         "height": plan.height,
         "frames": plan.frames,
         "fps": float(plan.rate),
+        "sound": bool(plan.sound),
         "estimated_bytes": plan.bytes,
         "estimated_seconds": plan.seconds,
         "notes": [note.model_dump(mode="json") for note in plan.notes],
@@ -120,10 +125,17 @@ def _plan_json(plan: ExportPlan) -> dict[str, Any]:
 
 
 def _write(
-    clips: Sequence[Clip], out: str | None, kind: str | None, width: int | None, loaded: Settings
+    clips: Sequence[Clip],
+    out: str | None,
+    kind: str | None,
+    width: int | None,
+    loaded: Settings,
+    *,
+    lossless_sound: bool,
 ) -> dict[str, Any]:
     path = None if out is None else read_path("out", out, "export.out_unreadable")
-    plan = ExportPlan.of(clips, find_format(_format_of(path) if kind is None else kind), width)
+    chosen = find_format(_format_of(path) if kind is None else kind)
+    plan = ExportPlan.of(clips, chosen, width, lossless_sound=lossless_sound)
     if path is None:
         make_folder(loaded.outputs_dir)
         path = default_target(plan, loaded.outputs_dir)

@@ -14,7 +14,7 @@ from runtime.core import settings
 from runtime.core.environment import environment_variables
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
-from runtime.core.request import FIELDS, GenerationRequest
+from runtime.core.request import FIELDS, OFF, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, RequestField
 
 Result = TypeVar("Result")
@@ -81,6 +81,7 @@ def fields_from_flags(flags: Flags) -> dict[str, Any]:
     values: dict[str, Any] = {**_preset(texts.pop("preset", None), texts.get("lora"))}
     if "prompt" in texts:
         values["prompt"] = texts.pop("prompt")
+    off = [field for name, field in _OFF_FIELD_OF.items() if texts.pop(name, False)]
     for name, text in texts.items():
         field = _FIELD_OF[name]
         declared = FIELDS[field]
@@ -88,6 +89,10 @@ def fields_from_flags(flags: Flags) -> dict[str, Any]:
             values |= _guidance(text)
         else:
             values[field] = text if declared.repeatable else declared.parse(text)
+    for field in off:
+        if values.get(field, OFF) != OFF:
+            raise InvalidRequestError(field, "cli.on_and_off", value=shortened(values[field]), field=field)
+        values[field] = OFF
     return values
 
 
@@ -122,15 +127,24 @@ def _option(name: str, declared: RequestField) -> inspect.Parameter:
     return _parameter(name, Annotated[list[str] | None if declared.repeatable else str | None, option])
 
 
+def _off_option(name: str, field: str) -> inspect.Parameter:
+    option = typer.Option(_OFF_FLAGS[field], help=f"The same as {FIELDS[field].flag} {OFF}.")
+    return _parameter(name, Annotated[bool, option], False)
+
+
 # The field that each option sets, by the option's name as a parameter.
 _FIELD_OF = {
     declared.flag.removeprefix("--").replace("-", "_"): field for field, declared in FIELDS.items() if declared.flag
 }
+# The fields that options without a value turn off, and these options by their names as parameters.
+_OFF_FLAGS = {field: declared.off_flag for field, declared in FIELDS.items() if isinstance(declared, Choice)}
+_OFF_FIELD_OF = {flag.removeprefix("--").replace("-", "_"): field for field, flag in _OFF_FLAGS.items() if flag}
 _PROMPT = _parameter(
     "prompt", Annotated[str, typer.Argument(metavar="PROMPT", help=FIELDS["prompt"].help)], inspect.Parameter.empty
 )
 OPTIONS: Mapping[str, inspect.Parameter] = {
     **{name: _option(name, FIELDS[field]) for name, field in _FIELD_OF.items()},
+    **{name: _off_option(name, field) for name, field in _OFF_FIELD_OF.items()},
     "preset": _parameter(
         "preset", Annotated[str | None, typer.Option("--preset", metavar="|".join(PRESETS), help=PRESET_HELP)]
     ),

@@ -93,6 +93,9 @@ EngineIds = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 OptionalText = str | None
+LosslessSound = Annotated[
+    bool, typer.Option("--lossless-sound", help="Encode sound without loss, where the format can.")
+]
 # Of commands that make a video of a file.
 VideoOut = Annotated[OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")]
 VideoCrf = Annotated[
@@ -563,7 +566,7 @@ def jobs_resume(
 @_command(jobs_app, "extend")
 @takes_changes(
     "negative_prompt", "frames", "seconds", "steps", "guidance", "seed", "last_image", "lora", "backend", "interpolate",
-    "upscale", "upscaler", "crf",
+    "upscale", "upscaler", "crf", "sound", "no_sound",
 )  # fmt: skip
 def jobs_extend(
     changes: Flags,
@@ -625,6 +628,7 @@ def jobs_export(
             metavar="N", help="Smaller frames, in pixels. [default: 480 for gif, 720 for webp, else as it is]"
         ),
     ] = None,
+    lossless_sound: LosslessSound = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Show size and time of the format, or of all, without writing a file.")
     ] = False,
@@ -632,7 +636,9 @@ def jobs_export(
     """Export a finished video: another format, or a part of it."""
     from runtime.cli import clip_export
 
-    return clip_export.export_clip(clip, out, kind=kind, start=start, end=end, width=width, only_plan=plan)
+    return clip_export.export_clip(
+        clip, out, kind=kind, start=start, end=end, width=width, lossless_sound=lossless_sound, only_plan=plan
+    )
 
 
 @_command(jobs_app, "join")
@@ -645,11 +651,12 @@ def jobs_join(
         typer.Option("--format", metavar="NAME", help="A format of docs/export.md. [default: that of --out]"),
     ] = None,
     out: Annotated[OptionalText, typer.Option(metavar="FILE", help="The file. [default: in Cache/outputs]")] = None,
+    lossless_sound: LosslessSound = False,
 ) -> Outcome:
     """Join videos of one size and frame rate into one."""
     from runtime.cli import clip_export
 
-    return clip_export.join_clips(clips, out, kind=kind)
+    return clip_export.join_clips(clips, out, kind=kind, lossless_sound=lossless_sound)
 
 
 @_command(bench_app, "run", hidden=True)

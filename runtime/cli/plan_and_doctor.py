@@ -57,6 +57,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
             terminal.result(str(reason))
     if plan.loras:
         terminal.result(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
+    if spec.sound is None:
+        terminal.result(str(Fact("planner.makes_no_sound", {"model": spec.title})))
     for field, use in plan.inputs.items():
         terminal.result(f"{FIELDS[field].label}: {use.name}, {use.width}x{use.height}")
     _show_components(plan)
@@ -91,6 +93,7 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
         frames = f"{frames}, {way} as a loop"
     if plan.interpolation > 1:
         frames = f"{frames}, interpolated to {plan.video_frames} frames at {plan.video_fps} fps"
+    frames = f"{frames}, with sound" if plan.sound else frames
     return f"{spec.title}: {size}, {frames}, {steps}, {plan.tokens:,} tokens, seed {plan.seed}"
 
 

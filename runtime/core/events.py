@@ -244,6 +244,7 @@ class VideoSaved(_Event):
         warnings: facts to show with the result; text where an earlier version or an MP4 file holds it.
         sections: of a video made in sections: how many it has, of how many, and its frames; `None` for another one.
         passes_left_out: the guidance passes that a guidance cache left out, in all runs.
+        sound: whether the video has sound.
         earlier: for a resumed job: the "step" that it was resumed after, and "timings" and "load_seconds" of the
             earlier runs, which are included above; otherwise empty.
     """
@@ -259,6 +260,7 @@ class VideoSaved(_Event):
     earlier: Mapping[str, Any] = Field(default_factory=dict)
     sections: tuple[int, int, int] | None = None
     passes_left_out: int = 0
+    sound: bool = False
 
     @property
     def frames(self) -> int:
@@ -310,6 +312,7 @@ class VideoSaved(_Event):
             "warnings": [render(fact, Words(self.plan.get("components", ()))).what for fact in self.warnings],
             "earlier": dict(self.earlier),
             "sections": self.sections,
+            "sound": self.sound,
         }
 
 

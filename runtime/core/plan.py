@@ -22,7 +22,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, OFF, STRENGTH, UPSCALER, GenerationRequest
+from runtime.core.request import AUTO, LOSSLESS, OFF, STRENGTH, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
 from runtime.core.tiles import call_size
 
@@ -480,6 +480,16 @@ class ExecutionPlan(ResolvedRequest):
         return self.interpolate != OFF or self.upscaling is not None
 
     @property
+    def keeps_sound(self) -> bool:
+        """Whether the video has sound if the model makes some, or if the video that it continues has some."""
+        return self.sound or (self.extend is not None and self.request.sound != OFF)
+
+    @property
+    def lossless_sound(self) -> bool:
+        """Whether sound is saved without loss."""
+        return self.request.sound == LOSSLESS
+
+    @property
     def plain_crf(self) -> int:
         """The constant rate factor of frames that are not upscaled."""
         return default_crf(self.width, self.height) if self.request.crf == AUTO else self.crf
@@ -610,6 +620,7 @@ class ExecutionPlan(ResolvedRequest):
             "video": None if self.video is None else self.video.summary(),
             "parts": [part.model_dump() for part in self.parts],
             "looping": self.looping,
+            "sound": self.sound,
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "guidance_cache": self.guidance_cache,

@@ -89,6 +89,8 @@ INTERPOLATIONS: Final = {OFF: "Off", "2": "2 times", "4": "4 times"}
 UPSCALES: Final = {AUTO: "Automatic", OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
 LOOP = "on"
 LOOPS: Final = {OFF: "Off", LOOP: "On"}
+LOSSLESS = "lossless"
+SOUNDS: Final = {"on": "On", LOSSLESS: "Lossless, FLAC", OFF: "Off"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -609,6 +611,20 @@ class GenerationRequest(FrozenModel):
             step=0.05,
         ),
     ] = STRENGTH
+
+    sound: Annotated[
+        str,
+        Choice(
+            label="Sound",
+            help="Make sound with the video where the model can, as AAC or without loss as FLAC.",
+            group="finishing",
+            flag="--sound",
+            unset="on; nothing if the model makes no sound",
+            docs="models.md#sound",
+            choices=SOUNDS,
+            off_flag="--no-sound",
+        ),
+    ] = "on"
 
     @model_validator(mode="before")
     @classmethod

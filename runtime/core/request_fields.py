@@ -213,9 +213,12 @@ class Choice(RequestField):
 
     Attributes:
         choices: the title of each value in the web form, the default first.
+        off_flag: an option of the command line without a value, such as "--no-sound", for the value "off"; empty
+            without one.
     """
 
     choices: Mapping[str, str]
+    off_flag: str = ""
 
     def check(self, name: str, value: object) -> str:
         """Return the value; a whole number stands for its digits."""

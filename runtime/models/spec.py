@@ -285,32 +285,6 @@ class ImageInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SectionSpec:
-    """How a model makes a video in sections, each from the images and from what was made before it.
-
-    Attributes:
-        latent_frames: of each section.
-        sampling_type: the order of sections, by diffusers' names: from the start to the end, or the other way.
-    """
-
-    latent_frames: int
-    sampling_type: Literal["vanilla", "inverted_anti_drifting"]
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """How many latent frames are decoded for a section, in videos of any length."""
-        size = self.latent_frames
-        return (size + 1, 2 * size) if self.sampling_type == "vanilla" else (size, size + 1, 2 * size, 2 * size + 1)
-
-    def decoded(self, sections: int) -> int:
-        """Return the most latent frames that are decoded for one of `sections` sections.
-
-        They are its own and the image's, and those of the section made before, with which it blends.
-        """
-        return (1 if sections == 1 else 2) * self.latent_frames + 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class StreamGuidance:
     """Guidance of a model that denoises video and sound together, in addition to a request's guidance scale.
 
@@ -394,6 +368,32 @@ class SoundSpec:
     rate: int
     channels: int
     latents: SoundLatents | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SectionSpec:
+    """How a model makes a video in sections, each from the images and from what was made before it.
+
+    Attributes:
+        latent_frames: of each section.
+        sampling_type: the order of sections, by diffusers' names: from the start to the end, or the other way.
+    """
+
+    latent_frames: int
+    sampling_type: Literal["vanilla", "inverted_anti_drifting"]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """How many latent frames are decoded for a section, in videos of any length."""
+        size = self.latent_frames
+        return (size + 1, 2 * size) if self.sampling_type == "vanilla" else (size, size + 1, 2 * size, 2 * size + 1)
+
+    def decoded(self, sections: int) -> int:
+        """Return the most latent frames that are decoded for one of `sections` sections.
+
+        They are its own and the image's, and those of the section made before, with which it blends.
+        """
+        return (1 if sections == 1 else 2) * self.latent_frames + 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The video that a job continues: its frames come first, and the colors of the new ones are matched to its last one.
+"""The video that a job continues: its frames and its sound come first, and the new colors are matched to its last one.
 
 The new part starts from that last frame, which the VAE encodes and decodes: it comes a second time, with slightly other
 colors. The difference is measured there, and taken from all new frames, so that nothing changes at the seam.
@@ -11,9 +11,11 @@ import numpy as np
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import VideoUse
+from runtime.core.sound import Sound
 from runtime.models.extended import FIELD
 from runtime.models.videos import open_video
-from runtime.video.reader import read_video
+from runtime.video.reader import read_sound, read_video
+from runtime.video.sound_samples import continued
 
 # Frames that are read at once.
 _AT_ONCE = 4
@@ -56,6 +58,23 @@ class Continuation:
         if len(frames):
             colors = range(frames.shape[-1])
             yield np.stack([self._table[color][frames[..., color]] for color in colors], axis=-1)
+
+    def join_sound(self, sound: Sound | None) -> Sound | None:
+        """Return the sound of both parts, see `sound_samples.continued`.
+
+        Args:
+            sound: of the new part; `None` if it has none.
+
+        Raises:
+            InvalidRequestError: if the video's file is gone or has changed.
+            MachineError: if there is no ffmpeg.
+        """
+        use = self._use
+        info = open_video(use, self._check, FIELD)
+        wanted = {} if sound is None else {"rate": sound.rate, "channels": len(sound.samples)}
+        seconds = Fraction(use.frames, use.fps)
+        earlier = read_sound(info, seconds, field=FIELD, check=self._check, **wanted)
+        return continued(earlier, sound, use.frames, use.fps)
 
     def _earlier(self) -> Iterator[np.ndarray]:
         use, count = self._use, 0

@@ -17,7 +17,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.events import Event, FramesDecoded, Stage, StageStarted, Warned
 from runtime.core.facts import Fact
 from runtime.execution.decoded_frames import fetched
-from runtime.video.mp4 import Sound, VideoWriter, find_metadata
+from runtime.video.mp4 import SourceSound, VideoWriter, find_metadata
 from runtime.video.reader import VideoInfo, read_video
 
 
@@ -101,11 +101,15 @@ def read_source(info: VideoInfo, count: int, emit: Callable[[Event], None]) -> I
         emit(Warned(fact=Fact("source.damaged", {"file": info.path.name, "line": line})))
 
 
-def described(done: Converted, source: Path, key: str) -> tuple[str, dict[str, Any]]:
-    """Return title and metadata of a video: those of a source that Tandem made, and under `key` how it was made."""
+def described(done: Converted, source: Path, key: str, *, sound: bool) -> tuple[str, dict[str, Any]]:
+    """Return title and metadata of a video: those of a source that Tandem made, and under `key` how it was made.
+
+    Args:
+        sound: whether the video has sound.
+    """
     before = find_metadata(source)
     prompt = before.get("request", {}).get("prompt") if isinstance(before.get("request"), dict) else None
-    return str(prompt or source.name), {"tandem": {**before, key: done.metadata()}}
+    return str(prompt or source.name), {"tandem": {**before, "sound": sound, key: done.metadata()}}
 
 
 def convert(
@@ -116,7 +120,7 @@ def convert(
     began: float,
     emit: Callable[[Event], None],
     cancel: Cancel,
-    finish: Callable[[dict[str, Any]], tuple[Result, str, Mapping[str, Any], Sound | None]],
+    finish: Callable[[dict[str, Any]], tuple[Result, str, Mapping[str, Any], SourceSound | None]],
 ) -> Result:
     """Write frames as they come to the MP4 of a plan.
 

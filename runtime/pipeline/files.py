@@ -38,6 +38,7 @@ COMPUTE_FIELDS = (
     "fps",
     "crf",
     "gpus",
+    "sound",
 )
 # And those of what is done with the decoded frames.
 FINISHING_FIELDS = ("loop", "interpolate", "upscale", "upscaler")

@@ -17,7 +17,7 @@ from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate_plan import InterpolationPlan
 from runtime.planner.interpolation import FFMPEG
 from runtime.video.interpolation import FrameInterpolator, check_interpolator
-from runtime.video.mp4 import Sound
+from runtime.video.mp4 import SourceSound
 from runtime.video.reader import input_options
 
 _FRAMES_PER_CALL = 1
@@ -54,11 +54,11 @@ def interpolate_file(
         emit(Warned(fact=Fact("interpolate.silent", {"file": source.path.name})))
         sound = ()
 
-    def finish(fields: dict[str, Any]) -> tuple[Interpolated, str, dict[str, Any], Sound]:
+    def finish(fields: dict[str, Any]) -> tuple[Interpolated, str, dict[str, Any], SourceSound]:
         name = source.path.name
         done = Interpolated(**fields, source=name, factor=plan.factor, slow=plan.slow, backend=FFMPEG)
-        kept = Sound(input_options(source.path), sound, chapters=not plan.slow)
-        return done, *described(done, source.path, "interpolate"), kept
+        kept = SourceSound(input_options(source.path), sound, chapters=not plan.slow)
+        return done, *described(done, source.path, "interpolate", sound=bool(sound)), kept
 
     of = (source.frames or 0) * plan.factor
     with FrameInterpolator(source.width, source.height, plan.factor, cancel.check) as interpolator:

@@ -329,8 +329,12 @@ class RunContext:
             load_seconds=self.metrics.load_seconds,
         )
 
-    def result(self) -> VideoSaved:
-        """Return the result of the job, once all frames are encoded."""
+    def result(self, *, sound: bool) -> VideoSaved:
+        """Return the result of the job, once all frames are encoded.
+
+        Args:
+            sound: whether the video has sound.
+        """
         return VideoSaved(
             video=self.plan.output,
             request=self.plan.request_json(),
@@ -341,6 +345,7 @@ class RunContext:
             warnings=tuple(self.warnings),
             earlier=self.earlier,
             sections=self._made(),
+            sound=sound,
             passes_left_out=0 if self.sampling is None else self.sampling.guidance.left_out,
         )
 

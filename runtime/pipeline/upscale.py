@@ -24,7 +24,7 @@ from runtime.pipeline.conversion import Converted, convert, described, read_sour
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.upscale_plan import UpscalePlan, UpscaleRequest
 from runtime.planner.upscaling import UpscalerCalls
-from runtime.video.mp4 import Sound
+from runtime.video.mp4 import SourceSound
 from runtime.video.reader import COLORS, input_options
 
 _WHITE = 255.0
@@ -71,11 +71,12 @@ def upscale_file(
     source, calls = request.source, plan.calls
     with FrameUpscaler(calls, request.backend, settings, engines, emit, cancel) as upscaler:
 
-        def finish(fields: dict[str, Any]) -> tuple[Upscaled, str, dict[str, Any], Sound]:
+        def finish(fields: dict[str, Any]) -> tuple[Upscaled, str, dict[str, Any], SourceSound]:
             scale = calls.architecture.output_scale
             named = {"source": source.path.name, "upscaler": request.spec.name, "scale": scale}
             done = Upscaled(**fields, **named, tile=upscaler.calls.tile, **upscaler.outcome)
-            return done, *described(done, source.path, "upscale"), Sound(input_options(source.path), source.sound)
+            kept = SourceSound(input_options(source.path), source.sound)
+            return done, *described(done, source.path, "upscale", sound=bool(source.sound)), kept
 
         meter = LoadMeter()
         frames = _enlarged(request, upscaler, emit)

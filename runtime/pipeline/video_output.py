@@ -1,6 +1,6 @@
 """The video of a job while its frames arrive: written as they are, or finished, with the plain video next to it.
 
-Frames that are finished are interpolated, then enlarged, as far as the plan does that.
+Frames that are finished are interpolated, then enlarged, as far as the plan does that. Both videos have the sound.
 """
 
 import base64
@@ -25,6 +25,7 @@ from runtime.core.request import UPSCALER
 from runtime.core.sound import Sound
 from runtime.execution.decoded_frames import fetched
 from runtime.models.videos import open_picture
+from runtime.pipeline.bad_sound import inspected
 from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.continuation import Continuation
 from runtime.pipeline.loop import Loop
@@ -34,7 +35,8 @@ from runtime.planner.upscaling import calls_of
 from runtime.upstream.libraries import diffusers
 from runtime.video.images import thumbnail
 from runtime.video.interpolation import FrameInterpolator
-from runtime.video.mp4 import VideoWriter
+from runtime.video.mp4 import NewSound, VideoWriter
+from runtime.video.sound_samples import looped
 
 
 class VideoOutput:
@@ -52,6 +54,8 @@ class VideoOutput:
         self._exit = ExitStack()
         self._interpolating = False
         self._finished = 0
+        # Frames of all parts, without those of a loop.
+        self._joined = 0
         extend = context.plan.extend
         self._continuation = None if extend is None else Continuation(extend, context.cancel.check)
         self._loop: Loop | None = None
@@ -129,6 +133,7 @@ class VideoOutput:
         """
         self._detector.inspect(frames)
         for part in [frames] if self._continuation is None else self._continuation.join(frames):
+            self._joined += len(part)
             shown = part if self._loop is None else self._loop.add(part)
             if len(shown):
                 self._process(shown)
@@ -197,9 +202,10 @@ class VideoOutput:
         """Complete the MP4, and return the job's result.
 
         Args:
-            sound: of the video, if it has any.
+            sound: of the frames that were written, from the first one on; `None` if there is none.
 
         Raises:
+            InvalidRequestError: if the video that they continue cannot be read any more.
             BadResultError: if the clip is degenerate; nothing is written.
             OutputError: if the disk is full or a file cannot be replaced; nothing is left.
         """
@@ -219,17 +225,31 @@ class VideoOutput:
                 writer.close_stream()
         context.cancel.check()
         self._record_smaller_calls()
-        saved = context.result()
+        track = self._track(sound)
+        saved = context.result(sound=track is not None)
         metadata = _metadata(saved, context.plan, self._job_id)
         try:
             for writer in writers:
-                writer.finish(context.plan.prompt, metadata)
+                writer.finish(context.plan.prompt, metadata, track)
         except (OutputError, OSError):
             if self._plain is not None:
                 # The plain video alone belongs to no job.
                 plain_output(context.plan.output).unlink(missing_ok=True)
             raise
         return saved
+
+    def _track(self, sound: Sound | None) -> NewSound | None:
+        """Return the sound of the whole video, with warnings if it is not as it should be."""
+        plan = self._context.plan
+        if sound is not None:
+            sound, warnings = inspected(sound)
+            for warning in warnings:
+                self._context.warn(warning)
+        if self._continuation is not None and plan.keeps_sound:
+            sound = self._continuation.join_sound(sound)
+        if sound is None:
+            return None
+        return NewSound(looped(sound, plan.looping, self._joined, plan.fps), plan.lossless_sound)
 
     def _record_smaller_calls(self) -> None:
         """Put the tiles and batches that memory allowed into the plan, whose forecast they do not measure."""

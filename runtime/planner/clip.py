@@ -10,7 +10,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
 from runtime.core.images import CROP, InputFile, VideoUse
 from runtime.core.loras import LoraUse
-from runtime.core.request import AUTO, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
+from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
@@ -332,6 +332,8 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
 def unused_warnings(request: GenerationRequest, spec: ModelSpec, guidance: float) -> list[Fact]:
     """Return the warnings about settings that have no effect; `guidance` is the largest scale."""
     warnings = [Fact("planner.negative_unused")] if request.negative_prompt and guidance <= 1 else []
+    if request.sound == LOSSLESS and spec.sound is None and spec.extend is None:
+        warnings.append(Fact("planner.sound_unused", {"model": spec.title}))
     if spec.upscaler is None and request.upscaler != AUTO:
         return [*warnings, Fact("planner.upscaler_unused")]
     if spec.upscaler is None and request.upscale == AUTO and spec.defaults.upscale != OFF:

@@ -390,7 +390,7 @@ def _plan(
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
         loop=request.loop,
-        sound=spec.sound is not None,
+        sound=spec.sound is not None and request.sound != OFF,
         extend=spec.extend,
         video=spec.video,
         strength=settings.strength,

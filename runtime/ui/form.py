@@ -194,8 +194,8 @@ def acceleration_section(backends: Mapping[str, str]) -> Form:
 
 
 def finishing_section() -> Form:
-    """Create what interpolates and enlarges the decoded frames; the panel of the plan draws the choices."""
-    gr.HTML(render("section.html", title="Loop, frame rate and size"), apply_default_css=False)
+    """Create what is done with the frames and the sound; the panel of the plan draws the choices."""
+    gr.HTML(render("section.html", title="Loop, sound, frame rate and size"), apply_default_css=False)
     names = [name for name, declared in FIELDS.items() if declared.group == "finishing"]
     controls: dict[str, Any] = {
         name: gr.Textbox(fields.unchanged(name), visible="hidden", label=FIELDS[name].label, elem_id=f"stored-{name}")

@@ -14,7 +14,18 @@ from runtime.core.estimates import MemoryStrategy, StrategyForecast
 from runtime.core.facts import Fact, capitalized, short
 from runtime.core.messages.components import title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ComponentPlan, ExecutionPlan
-from runtime.core.request import BACKENDS, COMPONENTS, FIELDS, INTERPOLATIONS, LOOPS, OFF, UPSCALES, GenerationRequest
+from runtime.core.request import (
+    BACKENDS,
+    COMPONENTS,
+    FIELDS,
+    INTERPOLATIONS,
+    LOOPS,
+    LOSSLESS,
+    OFF,
+    SOUNDS,
+    UPSCALES,
+    GenerationRequest,
+)
 from runtime.core.request_fields import AUTO, AttentionKernel, Choice, StepCache
 from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, TAYLORSEER, kind_of
@@ -360,7 +371,7 @@ def _with_seconds(state: str, part: ComponentPlan | None, backend: str) -> str:
 def finishing_html(
     values: Mapping[str, Any], spec: ModelSpec, upscalers: Sequence[str], weights_dir: Path, plan: ExecutionPlan | None
 ) -> str:
-    """Return the choices of interpolation and upscaling; disabled are those that are not possible, with the reason.
+    """Return the choices of loop, sound, interpolation and upscaling; impossible ones are disabled, with the reason.
 
     Args:
         values: of the form's controls, by name.
@@ -373,6 +384,9 @@ def finishing_html(
     about = {name: declared.help for name, declared in FIELDS.items() if declared.group == "finishing"}
     if not upscalers:
         about["upscale"] = paragraph(missing)
+    silent = Fact("planner.makes_no_sound", {"model": spec.title}) if spec.sound is None else None
+    if silent is not None:
+        about["sound"] = paragraph(silent)
     rates = dict(INTERPOLATIONS)
     titles = dict(UPSCALES) | {AUTO: f"The model's: {UPSCALES[spec.defaults.upscale].lower()}"}
     if plan is not None:
@@ -388,6 +402,10 @@ def finishing_html(
         names.setdefault(chosen, chosen)
     listed = {
         "loop": [Option(value, title, "") for value, title in LOOPS.items()],
+        "sound": [
+            Option(value, title, "" if silent is None or value != LOSSLESS else short(silent, WORDS))
+            for value, title in SOUNDS.items()
+        ],
         "interpolate": [Option(value, title, _too_fast(value, plan)) for value, title in rates.items()],
         "upscale": factors,
         "upscaler": [Option(name, title, "") for name, title in names.items()],

@@ -55,6 +55,9 @@ _SRGB = "setparams=color_primaries=bt709:color_trc=iec61966-2-1"
 # An encoder that ends all frames at once.
 _WITHOUT_PROGRESS = "libwebp_anim"
 _DITHER = "sierra2_4a:diff_mode=rectangle"
+# Codecs of sound without loss, besides all whose names begin with "pcm_"; about the bytes of a second of it.
+_LOSSLESS, _PCM = frozenset({"flac", "alac", "wavpack", "tta", "truehd", "mlp"}), "pcm_"
+_LOSSLESS_BYTES = 150_000
 
 Report = Callable[[float], None]
 
@@ -100,6 +103,11 @@ class Clip:
     def is_whole(self) -> bool:
         """Whether no frame is left out."""
         return self.count == self.frames
+
+    @property
+    def has_lossless_sound(self) -> bool:
+        """Whether its sound was encoded without loss."""
+        return any(codec in _LOSSLESS or codec.startswith(_PCM) for codec in self.info.sound[:1])
 
     @property
     def start(self) -> float:
@@ -162,6 +170,7 @@ class ExportPlan:
         copies: whether the encoded frames are copied.
         notes: what differs from the clips.
         bytes, seconds: about how large the file becomes, and how long it takes.
+        sound: ffmpeg's options of the sound that is encoded; empty if the file has none.
     """
 
     format: ExportFormat
@@ -174,18 +183,26 @@ class ExportPlan:
     notes: Sequence[Fact]
     bytes: int
     seconds: float
+    sound: Sequence[str] = ()
 
     @classmethod
-    def of(cls, clips: Sequence[Clip], kind: ExportFormat, width: int | None = None) -> "ExportPlan":
+    def of(
+        cls, clips: Sequence[Clip], kind: ExportFormat, width: int | None = None, *, lossless_sound: bool = False
+    ) -> "ExportPlan":
         """Plan to write clips in a format.
 
         Args:
             width: of the frames, in pixels; `None` for the usual one.
+            lossless_sound: whether sound is encoded without loss. Sound without loss in all clips stays so anyway,
+                where the format can.
 
         Raises:
-            InvalidRequestError: if the clips differ in size or rate, or the frames cannot have that width.
+            InvalidRequestError: if the clips differ in size or rate, if the frames cannot have that width, or the
+                format has no sound without loss.
             MachineError: if ffmpeg cannot write the format.
         """
+        if lossless_sound:
+            kind.check_lossless()
         info, encoder = clips[0].info, kind.encoder
         for clip in clips[1:]:
             check_equal(info, clip.info)
@@ -205,9 +222,16 @@ class ExportPlan:
         if copies:
             size, seconds = sum(clip.info.path.stat().st_size for clip in clips), kind.estimate_seconds(0)
         size += _json_bytes(clips[0].metadata) if not copies else 0
-        notes = kind.notes(info.width, out_width, info.rate, sound=any(clip.info.sound for clip in clips))
+        loud = [clip for clip in clips if clip.info.sound]
+        sound: Sequence[str] = ()
+        if loud:
+            keeps = lossless_sound or all(clip.has_lossless_sound for clip in loud)
+            sound = kind.lossless if keeps and kind.lossless else kind.sound
+        if sound and sound == kind.lossless and not copies:
+            size += round(_LOSSLESS_BYTES * frames / info.rate)
+        notes = kind.notes(info.width, out_width, info.rate, sound=bool(loud))
         notes += [Fact("export.copied")] if copies else []
-        return cls(kind, clips, encoder, out_width, out_height, frames, copies, notes, size, seconds)
+        return cls(kind, clips, encoder, out_width, out_height, frames, copies, notes, size, seconds, sound)
 
     @property
     def rate(self) -> Fraction:
@@ -226,7 +250,7 @@ class ExportPlan:
                 {"source": clip.info.path.name, "frames": clip.count, "request": dict(clip.request)}
                 for clip in self.clips
             ]
-        return {"tandem": {**self.clips[0].metadata, "export": export}}
+        return {"tandem": {**self.clips[0].metadata, "sound": bool(self.sound), "export": export}}
 
 
 def _is_mp4(path: Path) -> bool:
@@ -357,8 +381,8 @@ class _Writer:
         if plan.format.kind == "video":
             inputs += self._tags_input()
             output += self._tags(len(plan.clips))
-        if self._has_sound:
-            output += ["-map", "[sound]", *plan.format.sound]
+        if plan.sound:
+            output += ["-map", "[sound]", *plan.sound]
         if plan.format.suffix != ".gif":
             return self._run([*inputs, "-filter_complex", graph, *output, self.file])
         # The palette is of all frames, which would wait in memory for it.
@@ -386,10 +410,6 @@ class _Writer:
                 archive.write(frame, f"{self.output.stem}/{frame.name}")
         return archive_file
 
-    @property
-    def _has_sound(self) -> bool:
-        return bool(self.plan.format.sound) and any(clip.info.sound for clip in self.plan.clips)
-
     def _tags_input(self) -> list[str]:
         prompt = self.plan.clips[0].request.get("prompt")
         text = to_ffmetadata(str(prompt or self.plan.clips[0].info.path.name), self.plan.metadata())
@@ -408,11 +428,11 @@ class _Writer:
             square = square_filters(clip.info.matrix)
             chains.append(f"[{number}:V:0]fps={clip.info.rate}{part},setpts=PTS-STARTPTS,{square}[v{number}]")
             labels += f"[v{number}]"
-            if self._has_sound:
+            if plan.sound:
                 chains.append(f"{_sound_of(number, clip)}[s{number}]")
                 labels += f"[s{number}]"
-        streams = f"v=1:a={int(self._has_sound)}"
-        chains.append(f"{labels}concat=n={len(plan.clips)}:{streams}[joined]{'[sound]' * self._has_sound}")
+        has_sound = bool(plan.sound)
+        chains.append(f"{labels}concat=n={len(plan.clips)}:v=1:a={has_sound:d}[joined]{'[sound]' * has_sound}")
         info, kind = plan.clips[0].info, plan.format
         filters = []
         if kind.name == LAST_FRAME:
@@ -471,7 +491,9 @@ class _Writer:
 
 
 def _sound_of(number: int, clip: Clip) -> str:
-    """Return the filters of a clip's sound, or of silence as long as a clip that has none."""
+    """Return the filters of a clip's sound, which is as long as its frames; silence if it has none."""
     if not clip.info.sound:
         return f"anullsrc=r=48000:cl=stereo,atrim=duration={clip.end - clip.start:.6f}"
-    return f"[{number}:a:0]atrim=start={clip.start:.6f}:end={clip.end:.6f},asetpts=PTS-STARTPTS"
+    # Sound may start after the frames, or end before them.
+    whole = f"aresample=async=1:first_pts=0,apad=whole_dur={clip.end:.6f}"
+    return f"[{number}:a:0]{whole},atrim=start={clip.start:.6f}:end={clip.end:.6f},asetpts=PTS-STARTPTS"

@@ -12,7 +12,7 @@ from typing import Literal
 
 from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.facts import Fact, shortened
-from runtime.video.mp4 import find_ffmpeg
+from runtime.video.mp4 import AAC, FLAC, find_ffmpeg
 
 Kind = Literal["video", "animation", "still"]
 
@@ -49,6 +49,7 @@ class ExportFormat:
         encoders: ffmpeg's, with their options; the first one that this ffmpeg has is used.
         pixels: ffmpeg's format of the pixels.
         sound: ffmpeg's options for sound; empty if the format has none.
+        lossless: those for sound without loss; empty if the format has none.
         plays: whether Chromium plays or shows it.
         width: the usual width of larger videos; `None` for their own.
         rate: the highest number of frames per second.
@@ -68,6 +69,7 @@ class ExportFormat:
     bits: tuple[float, float]
     nanoseconds: float
     sound: Sequence[str] = ()
+    lossless: Sequence[str] = ()
     plays: bool = True
     width: int | None = None
     rate: int | None = None
@@ -124,6 +126,16 @@ class ExportFormat:
                 notes.append(Fact("export.gif_delays", delays))
         return notes
 
+    def check_lossless(self) -> None:
+        """Check that the format has sound without loss.
+
+        Raises:
+            InvalidRequestError: if it has none.
+        """
+        if not self.lossless:
+            usable = [entry.name for entry in FORMATS.values() if entry.lossless]
+            raise InvalidRequestError("lossless_sound", "export.no_lossless", format=self.name, usable=usable)
+
     def estimate_bytes(self, pixels: int, bits: float | None, crf: int) -> int:
         """Return about how large the file of so many pixels becomes, those of all frames together.
 
@@ -143,31 +155,31 @@ class ExportFormat:
         return START_SECONDS + pixels * self.nanoseconds * 1e-9 / sqrt(os.cpu_count() or 1)
 
 
-_AAC = ("-c:a", "aac", "-b:a", "192k")
 _FORMATS = (
     ExportFormat(
         MP4, "MP4, H.264", "Plays everywhere.", "video", ".mp4", "video/mp4",
-        {"libx264": ("-preset", "medium", *_MPEG_4)}, "yuv420p", (1.0, 1.0), 70, _AAC,
+        {"libx264": ("-preset", "medium", *_MPEG_4)}, "yuv420p", (1.0, 1.0), 70, AAC, FLAC,
     ),
     ExportFormat(
         "h264-10bit", "MP4, H.264 with 10 bits", "Finer gradients after editing; few players.", "video", ".mp4",
-        "video/mp4", {"libx264": ("-preset", "medium", "-crf", "17", *_MPEG_4)}, "yuv420p10le", (1.05, 1.04), 100, _AAC,
+        "video/mp4", {"libx264": ("-preset", "medium", "-crf", "17", *_MPEG_4)}, "yuv420p10le", (1.05, 1.04), 100, AAC,
+        FLAC,
     ),
     ExportFormat(
         "h265", "MP4, H.265", "Smaller than H.264; Apple devices and TVs.", "video", ".mp4", "video/mp4",
-        {"libx265": _X265}, "yuv420p", (1.16, 1.4), 200, _AAC, plays=False,
+        {"libx265": _X265}, "yuv420p", (1.16, 1.4), 200, AAC, FLAC, plays=False,
     ),
     ExportFormat(
         "h265-10bit", "MP4, H.265 with 10 bits", "As H.265, with smoother gradients.", "video", ".mp4", "video/mp4",
-        {"libx265": _X265}, "yuv420p10le", (1.13, 1.4), 250, _AAC, plays=False,
+        {"libx265": _X265}, "yuv420p10le", (1.13, 1.4), 250, AAC, FLAC, plays=False,
     ),
     ExportFormat(
         "av1", "MP4, AV1", "The smallest video; browsers and new devices.", "video", ".mp4", "video/mp4",
-        _AV1, "yuv420p", (0.79, 1.4), 50, _AAC,
+        _AV1, "yuv420p", (0.79, 1.4), 50, AAC, FLAC,
     ),
     ExportFormat(
         "av1-10bit", "MP4, AV1 with 10 bits", "As AV1, with smoother gradients.", "video", ".mp4", "video/mp4",
-        _AV1, "yuv420p10le", (0.74, 1.4), 65, _AAC,
+        _AV1, "yuv420p10le", (0.74, 1.4), 65, AAC, FLAC,
     ),
     ExportFormat(
         "webm", "WebM, VP9", "For web pages.", "video", ".webm", "video/webm",
@@ -178,7 +190,7 @@ _FORMATS = (
         "prores", "MOV, ProRes 422 HQ", "For editing programs; large.", "video", ".mov", "video/quicktime",
         # Without the flag, the comment is limited to 64 KB.
         {"prores_ks": ("-profile:v", "3", "-vendor", "apl0", "-movflags", "+faststart+use_metadata_tags")},
-        "yuv422p10le", (6.6, 0.2), 80, ("-c:a", "pcm_s16le"), plays=False,
+        "yuv422p10le", (6.6, 0.2), 80, ("-c:a", "pcm_s16le"), ("-c:a", "pcm_s24le"), plays=False,
     ),
     ExportFormat(
         "gif", "GIF", "Moves in any chat or document; 256 colors.", "animation", ".gif", "image/gif",

@@ -1,4 +1,4 @@
-"""MP4 files: write frames as H.264 with ffmpeg, with metadata; read the metadata; copy a file without it.
+"""MP4 files: write frames as H.264 with ffmpeg, with sound and metadata; read the metadata; copy a file without it.
 
 No partial file survives. A writer works in a hidden scratch folder next to its target: first the stream, then a copy of
 it with the index in front (faststart) and the metadata, which includes timings that are known only at the end. The copy
@@ -33,10 +33,15 @@ from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
 if TYPE_CHECKING:  # commands that read metadata need no frames
     import numpy as np
 
+    from runtime.core.sound import Sound
+
 _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
 # Codecs of sound that MP4 files have, by ffmpeg's names; others become AAC.
 _SOUND_IN_MP4 = frozenset({"aac", "mp3", "ac3", "eac3", "alac", "opus", "flac"})
+AAC = ("-c:a", "aac", "-b:a", "192k")
+# Samples of 24 bits; browsers play it in MP4 files, unlike ALAC.
+FLAC = ("-c:a", "flac", "-sample_fmt", "s32")
 _SCRATCH = ".tandem-"
 # Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
 TO_BT709 = (
@@ -220,7 +225,7 @@ class FrameEncoder(FrameProcess):
 
 
 @dataclass(frozen=True)
-class Sound:
+class SourceSound:
     """The sound of another file, and what describes that file.
 
     Attributes:
@@ -246,6 +251,19 @@ class Sound:
         return options
 
 
+@dataclass(frozen=True)
+class NewSound:
+    """Sound that was made with the frames of a file.
+
+    Attributes:
+        sound: its length is that of the frames: the end is cut off, or silence follows.
+        lossless: whether it is FLAC; else it is AAC.
+    """
+
+    sound: "Sound"
+    lossless: bool = False
+
+
 class VideoWriter:
     """Writes one MP4.
 
@@ -264,6 +282,7 @@ class VideoWriter:
         self._video = (width, height, fps)
         self._options = (*_ENCODER, "-crf", str(crf))
         self._exit = contextlib.ExitStack()
+        self._frames = 0
 
     def __enter__(self) -> "VideoWriter":
         """Start ffmpeg.
@@ -288,12 +307,13 @@ class VideoWriter:
     def write(self, frames: "np.ndarray") -> None:
         """See `FrameEncoder.write`."""
         self._encoder.write(frames)
+        self._frames += len(frames)
 
     def close_stream(self) -> None:
         """See `FrameEncoder.close`."""
         self._encoder.close()
 
-    def finish(self, title: str, metadata: Mapping[str, Any], sound: Sound | None = None) -> None:
+    def finish(self, title: str, metadata: Mapping[str, Any], sound: SourceSound | NewSound | None = None) -> None:
         """Write the metadata and the sound, and move the video to its target; call `close_stream` first.
 
         Raises:
@@ -304,7 +324,7 @@ class VideoWriter:
         try:
             tags.write_text(to_ffmetadata(title, metadata), encoding="utf-8")
             command = [self._encoder.program, "-v", "error", "-nostdin", "-y", "-i", str(stream), "-i", str(tags)]
-            inputs, outputs = ((), ()) if sound is None else (sound.inputs, sound.outputs(2))
+            inputs, outputs = self._sound(sound)
             command += [*inputs, "-map", "0:v", "-map_metadata", "1", "-c", "copy", *outputs]
             command += ["-movflags", "+faststart", str(complete)]
             _run(command, self._target)
@@ -313,6 +333,18 @@ class VideoWriter:
             complete.replace(self._target)
         except OSError as error:
             raise cannot_write(self._target, error) from error
+
+    def _sound(self, sound: SourceSound | NewSound | None) -> tuple[Sequence[str], Sequence[str]]:
+        """Return ffmpeg's options of sound: those of its input, the third one, and those of the MP4."""
+        if sound is None:
+            return (), ()
+        if isinstance(sound, SourceSound):
+            return sound.inputs, sound.outputs(2)
+        from runtime.video.sound_samples import fitted, write_samples
+
+        samples = fitted(sound.sound, self._frames, self._video[2])
+        inputs = write_samples(samples, self._folder / "sound.f32")
+        return inputs, ["-map", "2:a", *(FLAC if sound.lossless else AAC)]
 
 
 @contextlib.contextmanager
@@ -410,26 +442,34 @@ def sweep(folder: Path) -> None:
     remove_scratch_folders(folder, _SCRATCH)
 
 
-def check_output(path: Path, width: int, height: int, frames: int, crf: int) -> None:
+def check_output(path: Path, width: int, height: int, frames: int, crf: int, sound: Sequence[str] = ()) -> None:
     """Check that a video of this size can be encoded and saved at `path`, before it is computed.
 
+    Args:
+        sound: ffmpeg's options of the encoder of sound, `AAC` or `FLAC`; empty without sound.
+
     Raises:
-        MachineError: if there is no ffmpeg, or it cannot encode H.264.
+        MachineError: if there is no ffmpeg, or it cannot encode H.264 or the sound.
         OutputError: as `check_target`, or if its disk is too small.
     """
     check_target(path)
-    command = [find_ffmpeg(), "-v", "error", "-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "16x16", "-i", "pipe:0"]
-    command += ["-vf", TO_BT709, *_ENCODER, "-f", "null", "-"]
-    # In its own process group, so that Ctrl-C reaches only this process.
-    done = subprocess.run(command, input=bytes(16 * 16 * 3), capture_output=True, check=False, start_new_session=True)
-    if done.returncode != 0:
-        raise MachineError(
-            "video.no_encoder", program=command[0], line=last_line(done.stderr.decode("utf-8", "replace"))
-        )
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "16x16"]
+    _check_encoder("video.no_encoder", [*raw, "-i", "pipe:0", "-vf", TO_BT709, *_ENCODER])
+    if sound:
+        _check_encoder("video.no_sound_encoder", ["-f", "f32le", "-ar", "48000", "-ac", "2", "-i", "pipe:0", *sound])
     needs = _SMALLEST_BYTES + round(2 * width * height * frames * (_LOSSLESS_RATE if crf == 0 else _LEAST_RATE))
     free = shutil.disk_usage(path.parent).free
     if free < needs:
         raise OutputError("video.disk_too_small", folder=path.parent, needs=needs, free=free)
+
+
+def _check_encoder(code: str, options: Sequence[str]) -> None:
+    """Check that ffmpeg can encode one frame of zeros; raise the error `code` if it cannot."""
+    command = [find_ffmpeg(), "-v", "error", *options, "-f", "null", "-"]
+    # In its own process group, so that Ctrl-C reaches only this process.
+    done = subprocess.run(command, input=bytes(16 * 16 * 3), capture_output=True, check=False, start_new_session=True)
+    if done.returncode != 0:
+        raise MachineError(code, program=command[0], line=last_line(done.stderr.decode("utf-8", "replace")))
 
 
 def check_target(path: Path) -> None:

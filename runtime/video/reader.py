@@ -1,4 +1,4 @@
-"""Reads the frames of any video file with ffmpeg, a few at a time: memory does not depend on the length.
+"""Reads the frames of any video file with ffmpeg, a few at a time: memory does not depend on the length; and its sound.
 
 Frames are upright, with square pixels, at a constant rate, 8 bits of RGB. A file is untrusted: ffmpeg opens no other
 files and no network, knows only the formats of containers, and its first frame is checked before all are read. ffmpeg
@@ -6,6 +6,7 @@ is killed when it takes too much memory, or too long for a part, and within a te
 """
 
 import re
+import struct
 import subprocess
 import tempfile
 import threading
@@ -25,6 +26,8 @@ from runtime.video.mp4 import find_ffmpeg
 
 if TYPE_CHECKING:  # planning reads no frames, and importing it takes a tenth of a second
     import numpy as np
+
+    from runtime.core.sound import Sound
 
 Result = TypeVar("Result")
 
@@ -68,6 +71,12 @@ _CODING = re.compile(r"(\w+)[^,]*, (\w+)")
 # A packet: its time and its duration; and what configures the decoder.
 _PACKET = re.compile(r"0, +\S+, +(-?\d+), +(\d+),")
 _HEADER = re.compile(r"#extradata 0: +(.+)|#tb 0: (\d+)/(\d+)")
+
+
+# The header of an AU file: magic number, offset of the samples, their size, encoding, rate and channels.
+_AU = struct.Struct(">4s5I")
+# Those of sound that is read, by the number of channels less one.
+_LAYOUTS = ("mono", "stereo")
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,7 @@ class _Decoder:
             raises it again.
         level: which messages of ffmpeg are logged.
         seconds: the most that all takes; `None` without a limit.
+        stream: which stream of the file is decoded, as ffmpeg's `-map` names it.
 
     Raises:
         MachineError: if there is no ffmpeg.
@@ -130,9 +140,10 @@ class _Decoder:
         *,
         level: str = "error",
         seconds: float | None = None,
+        stream: str = "0:V:0",
     ) -> None:
         limits = ["-v", level, "-hide_banner", "-nostdin", "-max_pixels", str(_MAX_PIXELS)]
-        self._command = [find_ffmpeg(), *limits, *input_options(path), "-map", "0:V:0", *options]
+        self._command = [find_ffmpeg(), *limits, *input_options(path), "-map", stream, *options]
         self._path, self._field, self._check = path, field, check
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `__exit__`
         self._ended = threading.Event()
@@ -176,6 +187,10 @@ class _Decoder:
     def read_into(self, data: bytearray) -> int:
         """Fill `data` from its output; return how many bytes there were."""
         return self._timed(lambda output: int(cast("Any", output).readinto(data)))
+
+    def read_some(self) -> bytes:
+        """Return the next bytes of its output; empty at the end."""
+        return self._timed(lambda output: output.read(_LOG_BYTES))
 
     def _timed(self, read: Callable[[IO[bytes]], Result]) -> Result:
         """Read within the limit of time, which does not run while frames are used."""
@@ -408,6 +423,50 @@ def read_video(
     if lines:
         return _PART_OF_FFMPEG.sub("", lines[-1])
     return "" if code == 0 else f"ffmpeg ended with {code}"
+
+
+def read_sound(
+    info: VideoInfo,
+    seconds: Fraction,
+    *,
+    rate: int | None = None,
+    channels: int | None = None,
+    field: str = "file",
+    check: Callable[[], None] = never,
+) -> "Sound | None":
+    """Return the first stream of sound of a video, from the start on; `None` if it has none.
+
+    Args:
+        seconds: the most that is read.
+        rate, channels: of the samples; by default, the stream's own, with at most two channels.
+        field, check: see `read_info`.
+
+    Raises:
+        InvalidRequestError: if it takes too much time or memory.
+        MachineError: if there is no ffmpeg.
+    """
+    import numpy as np
+
+    from runtime.core.sound import Sound
+
+    if not info.sound:
+        return None
+    layouts = _LAYOUTS if channels is None else _LAYOUTS[channels - 1 : channels]
+    layout = f"aformat=channel_layouts={'|'.join(layouts)}" + ("" if rate is None else f":sample_rates={rate}")
+    # Sound that starts later than the frames follows silence, and what is before them is left out.
+    filters = f"aresample=async=1:first_pts=0,{layout},atrim=duration={float(seconds):.6f}"
+    options = ["-af", filters, "-c:a", "pcm_f32be", "-f", "au", "pipe:1"]
+    data = bytearray()
+    with _Decoder(info.path, field, options, check, seconds=_COUNT_SECONDS, stream="0:a:0") as decoder:
+        while part := decoder.read_some():
+            data += part
+        decoder.wait()
+    if len(data) < _AU.size:
+        return None
+    # The header states the size of nothing that is written to a pipe.
+    _, offset, _, _, own_rate, count = _AU.unpack_from(data)
+    samples = np.frombuffer(data, ">f4", (len(data) - offset) // (4 * count) * count, offset)
+    return Sound(np.ascontiguousarray(samples.reshape(-1, count).T, np.float32), own_rate)
 
 
 def _nearest(rate: Fraction) -> str:

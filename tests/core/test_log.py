@@ -53,7 +53,7 @@ for number in range(int(sys.argv[3])):
             Failed(fact=Fact("queue.store_locked", {"file": "/home/me/a"}), internal=True),
             "Failed code=queue.store_locked internal=True",
         ),
-        (sample_result(), "VideoSaved load_seconds=1.500 peak_memory_bytes=1073741824 passes_left_out=0"),
+        (sample_result(), "VideoSaved load_seconds=1.500 peak_memory_bytes=1073741824 passes_left_out=0 sound=False"),
         (Cancelled(), "Cancelled"),
     ],
 )

@@ -73,6 +73,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "extend": (None, IMAGE),
     "video": (None, IMAGE),
     "strength": (0.6, st.sampled_from([0.6, 1, 0, "auto", 1.5]) | JSON),
+    "sound": ("on", st.sampled_from(["on", "off", "lossless", True, ""]) | JSON),
     "image_position": ("center", st.sampled_from(["center", "top", "0.2,0.8"]) | JSON),
 }
 

@@ -191,6 +191,8 @@ def test_too_little_ram_is_refused(tiny: Tiny) -> None:
         ({"negative_prompt": "", "guidance_scale": 1.0}, []),
         ({"negative_prompt": "blur"}, []),
         ({"upscaler": "realesrgan-x4plus"}, ["planner.upscaler_unused"]),
+        ({"sound": "lossless"}, ["planner.sound_unused"]),
+        ({"sound": "off"}, []),
     ],
 )
 def test_settings_without_effect_are_warnings(asked: dict[str, Any], codes: list[str], tiny: Tiny) -> None:

@@ -62,6 +62,7 @@ GOOD: dict[str, Any] = {
     "extend": "",
     "video": "",
     "strength": 0.6,
+    "sound": "on",
     "size_from": "",
 }
 BACKENDS = [f"backend_{name}" for name in COMPONENTS]

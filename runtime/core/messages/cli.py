@@ -39,6 +39,7 @@ MESSAGES: Mapping[str, Message] = {
         "The argument {argument} has bytes that are not UTF-8, such as {byte}.",
         "Type it again in a terminal that uses UTF-8, or rename the file that it names.",
     ),
+    "cli.on_and_off": Message("{field:setting} is {value}, and also turned off.", "Give one of both options."),
     "cli.output_unwritable": Message(
         "Standard output cannot be written: {error}.",
         "Send it somewhere else. What the command did stays: `{tandem} jobs list` shows the videos.",

@@ -27,6 +27,11 @@ MESSAGES: Mapping[str, Message] = {
     "pipeline.clip_black": Message("The clip is black from beginning to end.", "{cause}"),
     "pipeline.clip_blank": Message("Every frame of the clip is a single color.", "{cause}"),
     "pipeline.clip_frozen": Message("The clip is frozen: all its frames are the same.", "{cause}"),
+    "pipeline.sound_not_finite": Message(
+        "The sound has NaN or Inf: the video is saved without it. Another seed, or more precise weights, may help."
+    ),
+    "pipeline.sound_silent": Message("The sound is silent from beginning to end. Name sounds in the prompt."),
+    "pipeline.sound_clipped": Message("The sound is clipped: {share:.1%} of its samples are at the highest level."),
     "cause.vae_engine": Message(
         "Most likely the VAE decoder fails in {precision} on {backend:backend}: use {set[backend]} vae=pytorch."
     ),

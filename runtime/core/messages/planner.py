@@ -418,6 +418,8 @@ _WARNINGS: Mapping[str, Message] = {
         "The weights of {model} are not downloaded; the plan assumes that they are."
     ),
     "planner.negative_unused": Message("{set[negative_prompt]} has no effect with guidance 1."),
+    "planner.sound_unused": Message("{set[sound=lossless]} has no effect: {model} makes no sound."),
+    "planner.makes_no_sound": Message("{model} makes no sound."),
     "planner.upscaler_unused": Message("{set[upscaler]} has no effect without {set[upscale]}."),
     "planner.not_upscaled": Message(
         "The video is not upscaled {scale} times, as usual for this model: no upscaler is installed. "

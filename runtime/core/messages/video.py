@@ -26,6 +26,9 @@ MESSAGES: Mapping[str, Message] = {
         "Give an end that is at least one frame, {frame:.3g} s, after the start.",
     ),
     "export.no_job_video": Message("Job {job} has no video: it is {state}.", "Export a job that is done."),
+    "export.no_lossless": Message(
+        "The format {format} has no sound without loss.", "Choose one of {usable:list}, or leave out {field:setting}."
+    ),
     "export.no_sound": Message("The format has no sound."),
     "export.not_in_browsers": Message("Most browsers do not play it."),
     "export.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give the name of a file."),
@@ -136,6 +139,10 @@ MESSAGES: Mapping[str, Message] = {
     "video.no_encoder": Message(
         "{program} cannot encode H.264 videos: {line}.",
         "Install an ffmpeg with libx264 and set IMAGEIO_FFMPEG_EXE to its path, or unset IMAGEIO_FFMPEG_EXE.",
+    ),
+    "video.no_sound_encoder": Message(
+        "{program} cannot encode the sound: {line}.",
+        "Use {set[sound=off]}, or install a complete ffmpeg and set IMAGEIO_FFMPEG_EXE to its path.",
     ),
     "video.not_writable": Message("{file} cannot be written: {reason}.", "Choose a folder that you can write to."),
     "video.no_ffmpeg": Message(

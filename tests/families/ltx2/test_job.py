@@ -23,6 +23,7 @@ from tests.families.test_second_family import frames
 from tests.image_files import saved
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
+from tests.sounds import sound_in
 from tests.tiny_models import LTX2_ARCHITECTURES
 
 SIZE = ("--width", "96", "--height", "64", "--frames", "9", "--steps", "3", "--seed", "3", "--fps", "8")
@@ -102,6 +103,11 @@ def test_the_sound_is_as_long_as_the_video(architecture: str, tiny: Tiny, tmp_pa
     assert sound.samples.dtype == np.float32
     # A spectrogram of a few latents lacks 3 of its frames, of 10 ms.
     assert sound.samples.shape[1] / sound.rate == pytest.approx(17 / 8, abs=0.05)
+    (kind, track) = sound_in(plan.output) or ("", None)
+    assert kind == "aac"
+    assert track is not None
+    # The file's sound is as long as its frames.
+    assert track.samples.shape[1] / track.rate == pytest.approx(17 / 8, abs=0.05)
     parts = [event.part for event in events if isinstance(event, StageStarted) and event.stage == "decode"]
     assert parts == ["vae", "audio_vae", "vocoder"]
 
@@ -113,12 +119,14 @@ def test_without_sound_its_decoders_are_not_loaded(tiny: Tiny, tmp_path: Path, s
     with Residency() as residency:
         loud = events_of(plan, spec, residency)
         pixels = frames(str(plan.output))
+    silent = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64, sound="off")
     with Residency() as residency:
-        events = events_of(plan.replace(sound=False), spec, residency)
+        events = events_of(silent, spec, residency)
     assert isinstance(loud[-1], VideoSaved)
     assert isinstance(events[-1], VideoSaved)
     assert not any(isinstance(event, StageStarted) and event.part in {"audio_vae", "vocoder"} for event in events)
     assert len(sounds) == 1
+    assert sound_in(plan.output) is None
     # The streams attend to each other, whether the sound is decoded or not.
     assert frames(str(plan.output)) == pixels
 
