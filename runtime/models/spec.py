@@ -425,7 +425,8 @@ class ModelSpec:
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache", "guidance_cache".
         lacks: what its components in PyTorch do not implement, so that the planner never chooses it: fields of
-            `plan.Speed`; "compiled_vae", compilation of the VAE; and "strips", decoding on several GPUs.
+            `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; and "chunks",
+            decoding in several calls.
         unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.

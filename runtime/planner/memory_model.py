@@ -274,6 +274,11 @@ def decode_chunk(
     return chunk
 
 
+def smallest_chunk(workload: Workload) -> int:
+    """Return the fewest latent frames that the VAE can decode in one call."""
+    return workload.decoded if "chunks" in workload.spec.lacks else 1
+
+
 def tile_sides(workload: Workload) -> list[int]:
     """Return possible sides of tiles in latents, the largest first; none for an engine."""
     if "vae" in workload.engine_bytes:

@@ -280,12 +280,12 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> St
     # Decoding fewer frames per call costs little time, so it comes before other savings. Tiles cost more than freeing
     # components, so they are used only without `keep_loaded`.
     tiles = [] if strategy.keep_loaded else memory_model.tile_sides(inputs.workload)
-    fitted = strategy
+    fitted, chunk = strategy, memory_model.smallest_chunk(inputs.workload)
     memory = forecast.memory(inputs, fitted, computed)
     for tile in (None, *tiles):
         if _needs(tuple(stage for stage in memory if stage.component in {"vae", VAE_ENCODER})) <= usable:
             break
-        fitted = strategy.replace(decode_chunk=1, decode_tile=tile)
+        fitted = strategy.replace(decode_chunk=chunk, decode_tile=tile)
         memory = forecast.memory(inputs, fitted, computed)
     if fitted.decode_tile is not None:
         title = Fact("strategy.tiles", {"how": title, "side": _tile_pixels(inputs, fitted.decode_tile)})
@@ -477,13 +477,14 @@ def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) ->
     title = current.title
     if title.code in {"strategy.tiles", "strategy.frame_by_frame"}:
         title = title.data["how"]
-    if component == "vae" and strategy.decode_chunk > 1:
-        single = strategy.replace(decode_chunk=1)
+    chunk = memory_model.smallest_chunk(workload)
+    if component == "vae" and strategy.decode_chunk > chunk:
+        single = strategy.replace(decode_chunk=chunk)
         forecasts.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
     scale = workload.spec.vae.scale_factor_spatial
     for tile in memory_model.tile_sides(workload):
         if strategy.decode_tile is None or tile < strategy.decode_tile:
-            tiled = strategy.replace(decode_chunk=1, decode_tile=tile)
+            tiled = strategy.replace(decode_chunk=chunk, decode_tile=tile)
             tiled_title = Fact("strategy.tiles", {"how": title, "side": tile * scale})
             forecasts.append(current.replace(strategy=tiled, title=tiled_title))
     return forecasts

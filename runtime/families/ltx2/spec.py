@@ -5,7 +5,7 @@ Source of defaults: https://github.com/Lightricks/LTX-2 and diffusers' `LTX2Pipe
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -67,6 +67,8 @@ _LONGEST_AXIS = 1024
 # Latents of the sound's spectrogram, in time and in frequency (`LATENT_DOWNSAMPLE_FACTOR`).
 _SPECTRUM_STRIDE = 4
 _SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 1.0}
+# Begins the names of values of a vocoder's bandwidth extension.
+_EXTENSION = "bwe_"
 # diffusers' defaults where a scheduler's configuration has none.
 _SHIFT = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
 # `DISTILLED_SIGMA_VALUES` of diffusers' `pipelines.ltx2.utils`, whose import loads every pipeline of the family.
@@ -182,8 +184,9 @@ class VaeSpec:
 
     Attributes:
         channels, layers, strides: of the encoder, from its first level; a stride is (frames, rows, columns).
-        decoder_channels, decoder_layers, decoder_strides, decoder_factors: of the decoder, in the configuration's
-            order: from its last level. Each enlargement divides the channels by a factor.
+        decoder_channels, decoder_layers, decoder_factors: of the decoder, in the configuration's order: from its last
+            level. Each enlargement divides the channels by a factor.
+        decoder_strides: of the decoder, from its first level, as in the configuration.
     """
 
     z_dim: Annotated[int, up_to(4_096)]
@@ -209,8 +212,9 @@ class VaeSpec:
         layers, now = self.decoder_layers[::-1], self.decoder_channels[-1]
         yield prod(size), self.z_dim, now
         yield from [(prod(size), now, now)] * (2 * layers[0])
-        levels = zip(self.decoder_channels, self.decoder_strides, self.decoder_factors, strict=True)
-        for (channels, stride, factor), count in zip(reversed(list(levels)), layers[1:], strict=True):
+        channels_by_level, factors = self.decoder_channels[::-1], self.decoder_factors[::-1]
+        levels = zip(channels_by_level, factors, self.decoder_strides, layers[1:], strict=True)
+        for channels, factor, stride, count in levels:
             out = channels // factor
             if now // factor != out:
                 yield prod(size), now, channels
@@ -247,7 +251,7 @@ class VaeSpec:
     def _encoder(self, height: int, width: int) -> Iterator[tuple[int, int, int]]:
         """Yield (positions, channels before, channels) of each convolution of the encoder for one image."""
         rows, columns = height // self.patch, width // self.patch
-        now = self.channels[0]
+        now = self.z_dim
         yield rows * columns, 3 * self.patch**2, now
         for channels, stride, count in zip(self.channels, self.strides, self.layers[:-1], strict=True):
             yield from [(rows * columns, now, now)] * (2 * count)
@@ -351,16 +355,22 @@ class _Vocoder:
     resnet_kernel_sizes: _Numbers
     resnet_dilations: Annotated[tuple[_Numbers, ...], Field(max_length=9)]
     output_sampling_rate: Annotated[int, up_to(1_000_000)]
+    # Of the filters around each activation; LTX-2 has none.
+    antialias: bool = False
+    antialias_kernel_size: _Number = 12
 
     def part(self, frames: float) -> SoundPart:
         """Return what decoding so many frames of a spectrogram computes."""
         positions, now, values = frames, self.hidden_channels, 0.0
         flops = 2.0 * 7 * positions * self.in_channels * now
-        blocks = sum(2 * k * len(d) for k, d in zip(self.resnet_kernel_sizes, self.resnet_dilations, strict=True))
+        kernels = list(zip(self.resnet_kernel_sizes, self.resnet_dilations, strict=True))
+        blocks = sum(2 * kernel * len(dilations) for kernel, dilations in kernels)
+        activations = sum(2 * len(dilations) for _, dilations in kernels)
+        filters = 2 * self.antialias_kernel_size * activations if self.antialias else 0
         for kernel, factor in zip(self.upsample_kernel_sizes, self.upsample_factors, strict=True):
             flops += 2.0 * kernel * positions * now * (now // 2)
             positions, now = positions * factor, now // 2
-            flops += 2.0 * positions * blocks * now**2
+            flops += 2.0 * positions * (blocks * now**2 + filters * now)
             values = max(values, (len(self.resnet_kernel_sizes) + 5) * positions * now)
         return SoundPart(flops=flops + 2.0 * 7 * positions * now * self.out_channels, values=values)
 
@@ -530,19 +540,19 @@ def _vae_values(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("patch_size_t", 1) != 1:
         raise ValueError("patch_size_t")
 
-    def strides(names: str, scaling: str, channels: str) -> list[tuple[int, int, int]]:
-        # LTX-2 enlarges in space and time at each level, which its first configurations do not state.
-        kinds = config.get(names) or ["spatiotemporal"] * len(config[channels])
-        return [_STRIDES[kind] if scaled else (1, 1, 1) for kind, scaled in zip(kinds, config[scaling], strict=True)]
+    def strides(kinds: Sequence[str], scaling: Sequence[bool]) -> list[tuple[int, int, int]]:
+        return [_STRIDES[kind] if scaled else (1, 1, 1) for kind, scaled in zip(kinds, scaling, strict=True)]
 
+    # LTX-2 enlarges in space and time at each level, which its first configurations do not state.
+    enlargements = config.get("upsample_type") or ["spatiotemporal"] * len(config["decoder_block_out_channels"])
     return {
         "z_dim": config["latent_channels"],
         "channels": config["block_out_channels"],
         "layers": config["layers_per_block"],
-        "strides": strides("downsample_type", "spatio_temporal_scaling", "block_out_channels"),
+        "strides": strides(config["downsample_type"], config["spatio_temporal_scaling"]),
         "decoder_channels": config["decoder_block_out_channels"],
         "decoder_layers": config["decoder_layers_per_block"],
-        "decoder_strides": strides("upsample_type", "decoder_spatio_temporal_scaling", "decoder_block_out_channels"),
+        "decoder_strides": strides(enlargements, config["decoder_spatio_temporal_scaling"][::-1]),
         "decoder_factors": config["upsample_factor"],
         "patch": config["patch_size"],
         "scale_factor_temporal": config["temporal_compression_ratio"],
@@ -562,9 +572,10 @@ def _sound(configs: Mapping[str, Mapping[str, Any]], transformer: TransformerSpe
         raise ValueError("in_channels")
     part = vocoder.part(_SPECTRUM_STRIDE)
     if config["_class_name"] == "LTX2VocoderWithBWE":
-        extension = _VOCODER.validate_python(
-            {name: config.get(f"bwe_{name}", config.get(name)) for name in _Vocoder.__dataclass_fields__}
-        )
+        of_extension = {
+            name.removeprefix(_EXTENSION): value for name, value in config.items() if name.startswith(_EXTENSION)
+        }
+        extension = _VOCODER.validate_python(_known({**config, **of_extension}, _Vocoder))
         samples = _SPECTRUM_STRIDE * prod(vocoder.upsample_factors)
         added = extension.part(samples / config["hop_length"])
         part = SoundPart(flops=part.flops + added.flops, values=max(part.values, added.values))
@@ -656,5 +667,8 @@ def _parameters(directory: Path, component: str) -> int:
 
 def _known(config: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     """Return the values of a configuration that a class has as fields."""
-    names: Sequence[str] = [*kind.__dataclass_fields__]
-    return {name: config[name] for name in names}
+    return {
+        name: config[name]
+        for name, field in kind.__dataclass_fields__.items()
+        if name in config or field.default is MISSING
+    }

@@ -21,6 +21,7 @@ from runtime.pipeline import stages
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.test_second_family import frames
 from tests.image_files import saved
+from tests.models.hub import of_folder, served
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
 from tests.sounds import sound_in
@@ -88,6 +89,19 @@ def test_a_video_starts_from_an_image(command: Command, tiny: Tiny, tmp_path: Pa
     assert list(made["plan"]["components"])[:4] == ["text_encoder", "connectors", "vae_encoder", "transformer"]
     refused, made = command("plan", "a", "--model", model, *SIZE, "--image", image, "--last-image", image)
     assert (refused, made["error"]["data"].get("model")) == (2, "ltx-2")
+
+
+def test_a_model_is_downloaded_by_its_name(
+    command: Command, tiny: Tiny, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with served() as hub:
+        monkeypatch.setenv("TANDEM_HUB", hub.address)
+        hub.repositories["diffusers/LTX-2.3-Diffusers"] = of_folder(tiny("ltx-2.3").directory)
+        code, made = command("models", "download", "ltx-2.3", "--yes")
+    assert code == 0, made
+    assert Path(made["folder"]) == cache_dir.resolve() / "weights" / "LTX-2.3-Diffusers"
+    assert command("generate", "a", "--model", "ltx-2.3", *SIZE, "--out", str(tmp_path / "1.mp4"))[0] == 0
 
 
 @pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
