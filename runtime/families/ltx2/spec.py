@@ -14,6 +14,7 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact
+from runtime.families.ltx2 import lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import (
@@ -102,6 +103,8 @@ class TransformerSpec:
         text_dim: channels of a text embedding for the video.
         sound_heads, sound_head_dim, sound_channels, sound_text_dim: of the stream of the sound.
         modulated_text: whether the attention to the text depends on the timestep, as from LTX-2.3 on.
+        gated: whether results of attention have gates, as from LTX-2.3 on.
+        projects_text: whether the transformer projects the text, as LTX-2's does.
     """
 
     num_layers: _Number
@@ -114,6 +117,8 @@ class TransformerSpec:
     sound_channels: Annotated[int, up_to(4_096)]
     sound_text_dim: _Size
     modulated_text: bool
+    gated: bool
+    projects_text: bool
 
     patch_size = (1, 1, 1)
     rope_max_seq_len = _LONGEST_AXIS
@@ -403,6 +408,8 @@ class Ltx2Family(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
+    lora_change = staticmethod(lora_names.NAMES.change_of)
+    lora_weight_shape = staticmethod(lora_names.weight_shape)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `LTX2Pipeline.save_pretrained` writes it.
@@ -482,6 +489,8 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
             "text_dim": text_dim,
             "sound_text_dim": sound_text_dim,
             "modulated_text": config.get("cross_attn_mod", False),
+            "gated": config.get("gated_attn", False),
+            "projects_text": config.get("use_prompt_embeddings", True),
         }
     )
     _check_transformer(config, transformer, connectors)
@@ -516,11 +525,14 @@ def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, 
     for name in ("patch_size", "patch_size_t", "audio_patch_size", "audio_patch_size_t"):
         if config.get(name, 1) != 1:
             raise ValueError(name)
+    for name in ("cross_attn_mod", "gated_attn"):
+        if config.get(name, False) != config.get(f"audio_{name}", False):
+            raise ValueError(name)
     widths = {"cross_attention_dim": transformer.width, "audio_cross_attention_dim": transformer.sound_width}
     for name, width in widths.items():
         if config[name] != width:
             raise ValueError(name)
-    if config.get("use_prompt_embeddings", True):
+    if transformer.projects_text:
         if {*connectors.widths} != {config["caption_channels"]}:
             raise ValueError("caption_channels")
     elif connectors.widths != (transformer.width, transformer.sound_width):
