@@ -274,6 +274,8 @@ class ImageInput:
         required: whether the model makes no video without an image.
         last: whether a last image can be given.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
+        crf: constant rate factor of H.264 with which images are compressed before they are encoded, as in the training;
+            `None` for not at all.
     """
 
     kind: Literal["channels", "first_frame", "sections"]
@@ -282,6 +284,7 @@ class ImageInput:
     last: Literal["none", "optional", "required"] = "none"
     tokens: int = 0
     width: int = 0
+    crf: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

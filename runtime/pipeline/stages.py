@@ -48,6 +48,7 @@ from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
 from runtime.video.reader import COLORS, read_video
+from runtime.video.recompression import recompressed
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
@@ -162,7 +163,9 @@ def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Im
 def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, images: Sequence[Image]) -> torch.Tensor:
     """Return the latents of a plan's images, see `GivenFrames.of`."""
     assert spec.image_input is not None
-    frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
+    frames, crf = 1 if spec.image_input.kind == "first_frame" else plan.frames, spec.image_input.crf
+    if crf is not None:
+        images = [fromarray(recompressed(np.array(image), crf)) for image in images]
     return encoder.latents([pixels_of(image) for image in images], frames, plan.strategy.decode_tile)
 
 

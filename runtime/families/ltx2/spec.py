@@ -68,6 +68,8 @@ _LONGEST_AXIS = 1024
 # Latents of the sound's spectrogram, in time and in frequency (`LATENT_DOWNSAMPLE_FACTOR`).
 _SPECTRUM_STRIDE = 4
 _SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 1.0}
+# `DEFAULT_IMAGE_CRF` of the same module.
+_IMAGE_CRF = 33
 # Begins the names of values of a vocoder's bandwidth extension.
 _EXTENSION = "bwe_"
 # diffusers' defaults where a scheduler's configuration has none.
@@ -661,7 +663,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "encoders": {"text_encoder": configs.encoder},
         "programs": _PROGRAMS,
         "noise": configs.noise,
-        "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False),
+        "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, crf=_IMAGE_CRF),
         "sound": configs.sound,
         "lacks": _LACKS,
         "unsupported": _UNSUPPORTED,
