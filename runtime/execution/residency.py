@@ -418,6 +418,9 @@ class Residency:
         self._free_all_but(use.spec, use.job.plan)
         key = use.key(part)
         if key not in self._loaded:
+            strategy = use.job.plan.strategy
+            if strategy.offload != "none" and use.name in strategy.freed:
+                self.free()  # components of an earlier job that wait in RAM
             use.job.loading(use.name)
             started = time.perf_counter()
             ahead = self._ahead.take(key)
@@ -446,7 +449,8 @@ class Residency:
         plan = use.job.plan
         # Processes in which engines failed are not used with them again.
         failed = planned.in_blocks and key.split is not None and not plan.components[use.name].in_blocks
-        if failed or (key.placement == "device" and not plan.strategy.keeps(use.name)):
+        freed = not plan.strategy.keeps(use.name) if key.placement == "device" else use.name in plan.strategy.freed
+        if failed or freed:
             self._drop(key)
         elif isinstance(loaded := self._loaded.get(key), _Loaded):
             loaded.placed.to_host()

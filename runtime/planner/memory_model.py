@@ -406,7 +406,8 @@ def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     processes = 1 if workload.split is None else 1 + len(workload.split.devices)
     clip = window_bytes(workload) + (0 if strategy.decode_tile is None else clip_bytes(workload))
     if strategy.offload != "none":
-        return _CUDA_PROCESS_BYTES + sum(in_pytorch.values()) + clip
+        alone = [size for name, size in in_pytorch.items() if name in strategy.freed]
+        return _CUDA_PROCESS_BYTES + max(sum(in_pytorch.values()) - sum(alone), *alone, 0) + clip
     return processes * _CUDA_PROCESS_BYTES + max(min(max(in_pytorch.values(), default=0), _SHARD_BYTES), clip)
 
 

@@ -17,7 +17,7 @@ from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
 from runtime.core.request import AUTO, UPSCALER
 from runtime.core.tiles import times_decoded
 from runtime.models.quantization import FP8
-from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import CONNECTORS, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
 from runtime.planner.choice.engine_offers import refused
 from runtime.planner.execution_options import with_less_memory
@@ -101,6 +101,21 @@ def options(inputs: ForecastInputs) -> list[StrategyCandidate]:
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 
 
+def _with_text_alone(inputs: ForecastInputs, every: list[StrategyCandidate]) -> list[StrategyCandidate]:
+    """Return the strategies with one more, where RAM is short: the text encoder is not there with the transformers.
+
+    It is for clips that nothing else fits. Each job loads the transformers again; sections would in each.
+    """
+    workload = inputs.workload
+    group = next((option for option in every if option.settings == (_GROUP[1].offload, "none")), None)
+    if group is None or group.forecast.fits_ram or workload.sections > 1:
+        return every
+    spec = workload.spec
+    freed = tuple(name for name in spec.component_names if name in {*spec.text_encoders, CONNECTORS})
+    option = _option(inputs, Fact("strategy.offload_group_free_text"), _GROUP[1].replace(freed=freed))
+    return [*every, option]
+
+
 def _kinds(inputs: ForecastInputs) -> list[str]:
     """Return how the transformers' weights may be quantized.
 
@@ -126,6 +141,10 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
     every = options(inputs)
     candidates = _asked(inputs, every, offload, quantization)
     chosen = _first(candidates)
+    if chosen is None:
+        every = _with_text_alone(inputs, every)
+        candidates = _asked(inputs, every, offload, quantization)
+        chosen = _first(candidates)
     if chosen is None:
         raise _refusal(inputs, every, candidates, clip)
     if chosen not in every:

@@ -492,6 +492,7 @@ _STRATEGIES: Mapping[str, Message] = {
     "strategy.one_at_a_time": Message("One component at a time."),
     "strategy.offload_model": Message("Components offloaded to RAM."),
     "strategy.offload_group": Message("Blocks offloaded to RAM."),
+    "strategy.offload_group_free_text": Message("Blocks offloaded to RAM, text encoder freed after the prompt."),
     "strategy.offload_sequential": Message("Layers offloaded to RAM."),
     "strategy.quantized": Message("Transformers with {quantization:weights}, {how:clause}."),
     "strategy.tiles": Message("{how:sentence}, decoding in tiles of {side}x{side}."),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, shortened
 from runtime.families.ltx2 import lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, KnownModel
@@ -70,6 +70,8 @@ _SPECTRUM_STRIDE = 4
 _SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 1.0}
 # `DEFAULT_IMAGE_CRF` of the same module.
 _IMAGE_CRF = 33
+# Of its configuration; LTX-2.5 has another one.
+_TEXT_ENCODER = "gemma3"
 # Begins the names of values of a vocoder's bandwidth extension.
 _EXTENSION = "bwe_"
 # diffusers' defaults where a scheduler's configuration has none.
@@ -500,6 +502,9 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
     vae = _VAE.validate_python(_vae_values(vae_config))
     if vae.z_dim != transformer.in_channels:
         raise ModelError("model.channels_differ", model=title, transformer=transformer.in_channels, vae=vae.z_dim)
+    kind = configs["text_encoder"].get("model_type", _TEXT_ENCODER)
+    if kind != _TEXT_ENCODER:
+        raise ModelError("model.text_encoder_unknown", model=title, kind=shortened(kind), known=_TEXT_ENCODER)
     gemma = _GEMMA.validate_python(_known(configs["text_encoder"]["text_config"], _Gemma))
     if (gemma.hidden_size, gemma.num_hidden_layers + 1) != (
         connectors.caption_channels,

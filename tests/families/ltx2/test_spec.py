@@ -180,9 +180,9 @@ def test_offloaded_parts_need_their_own_largest_layers() -> None:
     assert [stages[name].stage for name in ("connectors", "audio_vae", "vocoder")] == ["encode", "decode", "decode"]
 
 
-def planned(name: str, gib: float, **fields: object) -> ExecutionPlan:
+def planned(name: str, gib: float, ram_gib: float = 100, **fields: object) -> ExecutionPlan:
     """Return the plan of a published model's default clip on a GPU with so much free memory."""
-    here = machine(ram_free_gib=100, gpu=gpu(free_gib=gib), torch_cuda="13.0", packages=GPU_PACKAGES)
+    here = machine(ram_free_gib=ram_gib, gpu=gpu(free_gib=gib), torch_cuda="13.0", packages=GPU_PACKAGES)
     spec = look_up(name, Path("none")).for_text()
     request = GenerationRequest.from_mapping({"prompt": "a boat", "model": name, **fields})
     return resolve(request, spec, PlanningContext(here, Path("x.mp4")))
@@ -196,6 +196,15 @@ def test_a_clip_is_decoded_in_one_call_on_any_gpu() -> None:
     # Where it does not fit whole, in tiles.
     assert planned("ltx-2.3", 80).strategy.decode_tile is None
     assert planned("ltx-2.3", 9, width=1536, height=1024).strategy.decode_tile is not None
+
+
+def test_with_64_gb_of_ram_gemma_is_freed_before_the_transformer_is_loaded() -> None:
+    roomy, short = (planned("ltx-2.3", 22, ram_gib) for ram_gib in (100, 58))
+    assert (roomy.strategy.offload, roomy.strategy.freed) == ("group", ())
+    assert (short.strategy.offload, short.strategy.freed) == ("group", ("text_encoder", "connectors"))
+    assert short.memory_bytes == roomy.memory_bytes
+    freed = sum(roomy.components[name].weights_bytes for name in short.strategy.freed)
+    assert roomy.forecast.ram_bytes - short.forecast.ram_bytes == freed
 
 
 def test_a_plan_has_what_the_family_implements() -> None:
@@ -244,6 +253,7 @@ def test_a_first_frame_needs_a_timestep_for_each_token(tmp_path: Path) -> None:
         ("vocoder", "in_channels", 16),
         ("vocoder", "_class_name", "LTX3Vocoder"),
         ("text_encoder", "text_config", {}),
+        ("text_encoder", "model_type", "gemma4_unified"),
         ("scheduler", "_class_name", "UniPCMultistepScheduler"),
         ("scheduler", "max_image_seq_len", 1024),
         ("scheduler", "base_shift", "much"),
@@ -255,8 +265,10 @@ def test_a_wrong_configuration_is_refused(component: str, name: str, value: Any,
     read_spec(folder, "model")
     path = folder / component / ("scheduler_config.json" if component == "scheduler" else "config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError) as caught:
         read_spec(folder, "model")
+    code = "model.text_encoder_unknown" if name == "model_type" else "model.config_invalid"
+    assert caught.value.code in {code, "model.channels_differ"}
 
 
 @pytest.mark.parametrize(
