@@ -1,4 +1,5 @@
-// Plays two videos frame by frame, whatever their frame rates. The shorter one stops on its last frame.
+// Plays two videos frame by frame, whatever their frame rates. The shorter one stops on its last frame. One of them, or
+// none, is heard.
 (() => {
   "use strict";
   const SLACK = 1.5;  // frames that a video may be off while it plays, before it is corrected
@@ -61,6 +62,14 @@
     if (exact >= total(all)) { pause(); return; }
     requestAnimationFrame(follow);
   };
+  // The button of a clip turns its sound on, and that of the other one off.
+  const hear = (name) => {
+    for (const button of root().querySelectorAll("[data-hear]")) {
+      const on = button.dataset.hear === name && button.getAttribute("aria-pressed") !== "true";
+      button.setAttribute("aria-pressed", String(on));
+      root().querySelector(`[data-clip="${button.dataset.hear}"] video`).muted = !on;
+    }
+  };
   const step = (by) => { if (playing) pause(); seek(frame + by); };
 
   document.addEventListener("click", (event) => {
@@ -68,6 +77,8 @@
     if (event.target.closest("[data-play]")) { if (playing) pause(); else play(); }
     const by = event.target.closest("[data-step]");
     if (by) step(Number(by.dataset.step));
+    const heard = event.target.closest("[data-hear]");
+    if (heard) hear(heard.dataset.hear);
     const wipe = event.target.closest("[data-wipe]");
     if (wipe) {
       const on = wipe.getAttribute("aria-pressed") !== "true";
@@ -102,6 +113,7 @@
     if (!now) return;
     root().dataset.mode = "side";
     root().querySelector("[data-wipe]").setAttribute("aria-pressed", "false");
+    hear("");
     for (const clip of clips()) clip.video.addEventListener("loadedmetadata", () => seek(frame), { once: true });
   }).observe(document.documentElement, { subtree: true, childList: true, attributes: true,
     attributeFilter: ["data-compare"] });

@@ -55,7 +55,8 @@
       const text = `${option.dataset.title}, ${size(option.dataset.bytes * option.dataset.now, 2)}`;
       if (option.textContent !== text) option.textContent = text;
     }
-    const { about, seconds, now } = $("select", form()).selectedOptions[0].dataset;
+    const { about, seconds, now, lossless } = $("select", form()).selectedOptions[0].dataset;
+    $("[data-sound]", form()).hidden = lossless === undefined;
     $("#export-about").textContent = `${about} Takes ${duration(seconds * now)}. Sizes and times are estimates.`;
   };
   const here = (name) => {
@@ -126,6 +127,7 @@
         body: JSON.stringify({
           clips: current.dataset.ids.split(" "), format: $("select", current).value,
           start: start || null, end: end === whole ? null : end,
+          lossless_sound: !$("[data-sound]", current).hidden && $("#export-lossless", current).checked,
         }),
       });
       if (!answer.ok) throw new Error(await tandem.refusal(answer));

@@ -3,7 +3,6 @@
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,15 +37,15 @@ def write_clip(
     count: int = 12,
     fps: int = 8,
     lossless: bool = False,
-    request: dict[str, Any] | None = None,
 ) -> Path:
     """Write a video as jobs do."""
     pictures = frames(count)
     with VideoWriter(path, pictures.shape[2], pictures.shape[1], fps, 10) as writer:
         writer.write(pictures)
         writer.close_stream()
-        metadata = {"request": {"prompt": "a boat", "width": 64, "height": 32, "fps": fps, **(request or {})}}
-        writer.finish("a boat", {"tandem": metadata}, None if sound is None else NewSound(sound, lossless))
+        metadata = {"request": {"prompt": "a boat", "width": 64, "height": 32, "fps": fps}}
+        new = None if sound is None else NewSound(sound, "flac" if lossless else "aac")
+        writer.finish("a boat", {"tandem": metadata}, new)
     return path
 
 

@@ -179,7 +179,7 @@ def _check_saving(plan: ExecutionPlan, output: Path) -> None:
     Raises:
         OutputError, MachineError: if not.
     """
-    check_output(output, *plan.video_size, plan.video_frames, plan.crf)
+    check_output(output, *plan.video_size, plan.video_frames, plan.crf, plan.sound_format)
     if plan.interpolation > 1:
         check_interpolator()
 

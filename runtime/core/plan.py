@@ -31,6 +31,8 @@ BACKEND_TITLES = facts.BACKEND_TITLES
 
 # How a video leads back to its first frame: it ends on it, or is played backwards.
 Looping = Literal["same frame", "backwards"]
+# Codecs of new sound in MP4 files, by ffmpeg's names; FLAC is without loss.
+SoundFormat = Literal["aac", "flac"]
 # (latent frames, latent height, latent width)
 LatentSize = tuple[int, int, int]
 # The programs of block engines begin with this.
@@ -480,14 +482,11 @@ class ExecutionPlan(ResolvedRequest):
         return self.interpolate != OFF or self.upscaling is not None
 
     @property
-    def keeps_sound(self) -> bool:
-        """Whether the video has sound if the model makes some, or if the video that it continues has some."""
-        return self.sound or (self.extend is not None and self.request.sound != OFF)
-
-    @property
-    def lossless_sound(self) -> bool:
-        """Whether sound is saved without loss."""
-        return self.request.sound == LOSSLESS
+    def sound_format(self) -> SoundFormat | None:
+        """How sound is saved: of the model, or of the video that it continues; `None` if there can be none."""
+        if not self.sound and (self.extend is None or self.request.sound == OFF):
+            return None
+        return "flac" if self.request.sound == LOSSLESS else "aac"
 
     @property
     def plain_crf(self) -> int:

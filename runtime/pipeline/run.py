@@ -28,7 +28,7 @@ from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_ima
 from runtime.planner.interpolation import Interpolation
 from runtime.planner.upscaling import run_of
 from runtime.video.interpolation import check_interpolator
-from runtime.video.mp4 import AAC, FLAC, check_output, sweep
+from runtime.video.mp4 import check_output, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ def run_job(
 def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
     plan, history = context.plan, options.get("history")
     job_id, on_frames = options.get("job_id"), options.get("on_frames")
-    sound = (FLAC if plan.lossless_sound else AAC) if plan.keeps_sound else ()
-    check_output(plan.output, *plan.video_size, plan.video_frames, plan.crf, sound)
+    check_output(plan.output, *plan.video_size, plan.video_frames, plan.crf, plan.sound_format)
     if plan.interpolation > 1:
         check_interpolator()
     sweep(plan.output.parent)

@@ -245,11 +245,11 @@ class VideoOutput:
             sound, warnings = inspected(sound)
             for warning in warnings:
                 self._context.warn(warning)
-        if self._continuation is not None and plan.keeps_sound:
+        if self._continuation is not None and plan.sound_format is not None:
             sound = self._continuation.join_sound(sound)
-        if sound is None:
+        if sound is None or plan.sound_format is None:
             return None
-        return NewSound(looped(sound, plan.looping, self._joined, plan.fps), plan.lossless_sound)
+        return NewSound(looped(sound, plan.looping, self._joined, plan.fps), plan.sound_format)
 
     def _record_smaller_calls(self) -> None:
         """Put the tiles and batches that memory allowed into the plan, whose forecast they do not measure."""

@@ -50,6 +50,7 @@ class Video(BaseModel):
     frames: int | None = Field(default=None, description="Number of frames.")
     fps: int | None = Field(default=None, description="Frames per second.")
     steps: int | None = Field(default=None, description="Number of denoising steps.")
+    sound: bool | None = Field(default=None, description="Whether the completed video has sound.")
     paused: bool = Field(default=False, description="Whether the owner of the server has paused the video.")
 
 
@@ -117,7 +118,7 @@ def video_of(
         values = {"seed": plan.seed, "frames": plan.video_frames, "fps": plan.video_fps, "steps": plan.steps}
     saved = record.saved if record.state == "done" else None
     if saved is not None:  # a video that ended early is shorter
-        values["frames"] = saved.frames
+        values |= {"frames": saved.frames, "sound": saved.sound}
     return Video(
         id=record.id,
         model=names(str(record.request.get("model", ""))),

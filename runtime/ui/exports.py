@@ -91,10 +91,11 @@ class _Exports:
         """Stream an export: lines of JSON with the progress, one with the file's name and size, then the file."""
         call = read_object(await request.body())
         match call:
-            case {"clips": [*ids], "format": str(kind), "start": start, "end": end} if (
+            case {"clips": [*ids], "format": str(kind), "start": start, "end": end, **rest} if (
                 0 < len(ids) <= MOST_CLIPS and all(map(is_job_id, ids)) and _is_time(start) and _is_time(end)
-            ):
-                lines = self._lines(ids, kind, start, end, request.user.display_name)
+                and type(lossless := rest.get("lossless_sound", False)) is bool
+            ):  # fmt: skip
+                lines = self._lines(ids, kind, start, end, request.user.display_name, lossless_sound=lossless)
                 return StreamingResponse(lines, media_type="application/octet-stream", headers=_PRIVATE)
         raise RefusedError("server.panel_call_incomplete")
 
@@ -112,7 +113,14 @@ class _Exports:
         return clips
 
     async def _lines(
-        self, ids: Sequence[str], kind: str, start: float | None, end: float | None, user: str
+        self,
+        ids: Sequence[str],
+        kind: str,
+        start: float | None,
+        end: float | None,
+        user: str,
+        *,
+        lossless_sound: bool,
     ) -> AsyncIterator[bytes]:
         """Yield the stream of `export`."""
         if user in self._busy:
@@ -130,7 +138,7 @@ class _Exports:
             clips = self._clips(ids, user)
             if len(clips) == 1:
                 clips = [clips[0].cut(start, end)]
-            plan = ExportPlan.of(clips, find_format(kind))
+            plan = ExportPlan.of(clips, find_format(kind), lossless_sound=lossless_sound)
             scratch = folder.enter_context(video_scratch(clips[0].info.path))
             target = default_target(plan, scratch)
             target = target if plan.format.suffix else target.with_name(f"{target.name}{ZIP}")
@@ -194,6 +202,8 @@ def _form(clips: Sequence[Clip], ids: Sequence[str]) -> str:
             "about": about,
             "bytes": plan.bytes,
             "seconds": plan.seconds,
+            # Whether that is a choice: other sound is encoded without loss anyway, or copied.
+            "lossless": bool(plan.sound) and bool(entry.lossless) and plan.sound != entry.lossless,
         }
         # A part of the video does not make one frame smaller.
         groups[_KINDS[entry.kind]].append({**values, "whole": plan.frames == 1})

@@ -89,7 +89,8 @@ class Card:
         problem: why there is no video, or where it is.
         stack: the videos of its group that match the view, in the order in which they were queued, if there are
             several. The card of a closed stack shows the newest one that can be played.
-        finished: the size of a video that was upscaled, and the rate of one that was interpolated; empty for others.
+        finished: the size of a video that was upscaled, the rate of one that was interpolated, and "sound" of one that
+            has it; empty for others.
         place: in an open stack, from 1; 0 for the card of a closed stack or of a video without a group.
     """
 
@@ -140,6 +141,7 @@ class Clip:
         model: the model's title.
         seconds: duration of the job.
         places: backends and devices with their components, as one line.
+        sound: whether it has sound.
     """
 
     id: str
@@ -148,6 +150,7 @@ class Clip:
     model: str
     seconds: float
     places: str
+    sound: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -364,14 +367,14 @@ class HistoryPanel(JobsPanel):
             raise _video_missing()
         places = "; ".join(value for name, value in job_view.result_rows(saved, job.plan, "") if name == "Ran on")
         video, seconds = job_view.file_url(job.output, job.saved), saved.timings["total"]
-        return Clip(job.id, video, saved.request, live.model_title, seconds, places)
+        return Clip(job.id, video, saved.request, live.model_title, seconds, places, saved.sound)
 
 
 def _finished(saved: VideoSaved) -> str:
-    """Return what upscaling and interpolation made of a video's size and rate; empty without them."""
+    """Return what upscaling and interpolation made of a video's size and rate, and whether it has sound."""
     size = formatting.size(*saved.size) if saved.plan.get("upscaling") is not None else ""
     rate = f"{saved.fps} fps" if saved.plan.get("interpolation") is not None else ""
-    return " · ".join(filter(None, (size, rate)))
+    return " · ".join(filter(None, (size, rate, "sound" if saved.sound else "")))
 
 
 def read_view(view: Mapping[str, Any]) -> View:

@@ -27,7 +27,7 @@ from runtime.core.events import (
 from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.progress import OF_FRAMES, Progress
-from runtime.core.request import OFF
+from runtime.core.request import LOSSLESS, OFF
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
@@ -169,6 +169,7 @@ class Cell:
         still: address of its last preview or its still image; empty without one.
         address: of its video; empty if it is not played.
         percent: progress of a running one.
+        sound: whether its video has sound.
     """
 
     id: str
@@ -180,6 +181,7 @@ class Cell:
     percent: int | None
     selected: bool
     starred: bool
+    sound: bool
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,7 @@ def picture_html(
         alt="Last preview of the video" if state in _ENDED_WITHOUT_VIDEO else "Preview of the video so far",
         address=clip.address if clip else address,
         label=f"Video so far: {clip.of}" if clip else label,
+        sound=isinstance(saved, VideoSaved) and saved.sound,
         clip=clip,
         icon=icon,
         text="" if grid else words,
@@ -536,8 +539,10 @@ def _guidance(request: Mapping[str, Any]) -> str:
 
 
 def _finished(saved: VideoSaved) -> list[tuple[str, str]]:
-    """Return how the frames were interpolated and enlarged, if they were."""
+    """Return what was done with the frames, and how the sound is saved if there is some."""
     request, rows = saved.request, []
+    if saved.sound:
+        rows.append(("Sound", "FLAC, lossless" if request.get("sound") == LOSSLESS else "AAC"))
     if saved.plan.get("looping") is not None:
         rows.append(("Loop", {"same frame": "ends on its first frame"}.get(saved.plan["looping"], "played backwards")))
     if saved.plan.get("interpolation") is not None:

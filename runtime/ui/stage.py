@@ -149,6 +149,7 @@ def _cell(number: int, job: Job, starred: bool, shown: Job, audience: Audience, 
         percent=percent,
         selected=job is shown,
         starred=starred,
+        sound=isinstance(end, VideoSaved) and end.sound,
     )
 
 

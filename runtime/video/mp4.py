@@ -28,6 +28,7 @@ from typing_extensions import Self
 from runtime.core.cancel import never
 from runtime.core.errors import MachineError, OutputError
 from runtime.core.locks import remove_scratch_folders, scratch_folder
+from runtime.core.plan import SoundFormat
 from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
 
 if TYPE_CHECKING:  # commands that read metadata need no frames
@@ -39,9 +40,10 @@ _QUEUED_CHUNKS = 4
 _LOG_LINES = 50
 # Codecs of sound that MP4 files have, by ffmpeg's names; others become AAC.
 _SOUND_IN_MP4 = frozenset({"aac", "mp3", "ac3", "eac3", "alac", "opus", "flac"})
+# ffmpeg's options of encoders of sound. FLAC has samples of 24 bits; browsers play it in MP4 files, unlike ALAC.
 AAC = ("-c:a", "aac", "-b:a", "192k")
-# Samples of 24 bits; browsers play it in MP4 files, unlike ALAC.
 FLAC = ("-c:a", "flac", "-sample_fmt", "s32")
+_SOUND_ENCODERS: Mapping[SoundFormat, Sequence[str]] = {"aac": AAC, "flac": FLAC}
 _SCRATCH = ".tandem-"
 # Limited-range BT.709 is what players assume; the stream declares it, so that colors are preserved.
 TO_BT709 = (
@@ -257,11 +259,11 @@ class NewSound:
 
     Attributes:
         sound: its length is that of the frames: the end is cut off, or silence follows.
-        lossless: whether it is FLAC; else it is AAC.
+        format: see `SoundFormat`.
     """
 
     sound: "Sound"
-    lossless: bool = False
+    format: SoundFormat
 
 
 class VideoWriter:
@@ -344,12 +346,12 @@ class VideoWriter:
 
         samples = fitted(sound.sound, self._frames, self._video[2])
         inputs = write_samples(samples, self._folder / "sound.f32")
-        return inputs, ["-map", "2:a", *(FLAC if sound.lossless else AAC)]
+        return inputs, ["-map", "2:a", *_SOUND_ENCODERS[sound.format]]
 
 
 @contextlib.contextmanager
 def copy_without_metadata(video: Path) -> Iterator[Path]:
-    """Make a copy of a video with identical frames and no metadata; remove it on exit.
+    """Make a copy of a video with identical frames and sound, and no metadata; remove it on exit.
 
     Raises:
         OutputError: if the video cannot be read, or its folder cannot be written.
@@ -357,7 +359,7 @@ def copy_without_metadata(video: Path) -> Iterator[Path]:
     with video_scratch(video) as folder:
         copy = folder / "copy.mp4"
         command = [find_ffmpeg(), "-v", "error", "-y", *_ONLY_MP4, "-i", str(video)]
-        command += ["-map", "0:v", "-map_metadata", "-1"]
+        command += ["-map", "0:v", "-map", "0:a?", "-map_metadata", "-1"]
         command += ["-map_metadata:s", "-1", "-bitexact", "-c", "copy", "-movflags", "+faststart", str(copy)]
         _run(command, video.name)
         yield copy
@@ -442,11 +444,11 @@ def sweep(folder: Path) -> None:
     remove_scratch_folders(folder, _SCRATCH)
 
 
-def check_output(path: Path, width: int, height: int, frames: int, crf: int, sound: Sequence[str] = ()) -> None:
+def check_output(path: Path, width: int, height: int, frames: int, crf: int, sound: SoundFormat | None = None) -> None:
     """Check that a video of this size can be encoded and saved at `path`, before it is computed.
 
     Args:
-        sound: ffmpeg's options of the encoder of sound, `AAC` or `FLAC`; empty without sound.
+        sound: the format of its sound; `None` without sound.
 
     Raises:
         MachineError: if there is no ffmpeg, or it cannot encode H.264 or the sound.
@@ -455,8 +457,9 @@ def check_output(path: Path, width: int, height: int, frames: int, crf: int, sou
     check_target(path)
     raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", "16x16"]
     _check_encoder("video.no_encoder", [*raw, "-i", "pipe:0", "-vf", TO_BT709, *_ENCODER])
-    if sound:
-        _check_encoder("video.no_sound_encoder", ["-f", "f32le", "-ar", "48000", "-ac", "2", "-i", "pipe:0", *sound])
+    if sound is not None:
+        raw = ["-f", "f32le", "-ar", "48000", "-ac", "2"]
+        _check_encoder("video.no_sound_encoder", [*raw, "-i", "pipe:0", *_SOUND_ENCODERS[sound]])
     needs = _SMALLEST_BYTES + round(2 * width * height * frames * (_LOSSLESS_RATE if crf == 0 else _LEAST_RATE))
     free = shutil.disk_usage(path.parent).free
     if free < needs:

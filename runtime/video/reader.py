@@ -75,8 +75,9 @@ _HEADER = re.compile(r"#extradata 0: +(.+)|#tb 0: (\d+)/(\d+)")
 
 # The header of an AU file: magic number, offset of the samples, their size, encoding, rate and channels.
 _AU = struct.Struct(">4s5I")
-# Those of sound that is read, by the number of channels less one.
+# Sound that is read has these layouts, by the number of channels less one, and one of these rates.
 _LAYOUTS = ("mono", "stereo")
+_SOUND_RATES = (16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
 
 
 @dataclass(frozen=True)
@@ -438,7 +439,7 @@ def read_sound(
 
     Args:
         seconds: the most that is read.
-        rate, channels: of the samples; by default, the stream's own, with at most two channels.
+        rate, channels: of the samples; by default, those nearest to the stream's own, at most 48 kHz and two channels.
         field, check: see `read_info`.
 
     Raises:
@@ -452,9 +453,10 @@ def read_sound(
     if not info.sound:
         return None
     layouts = _LAYOUTS if channels is None else _LAYOUTS[channels - 1 : channels]
-    layout = f"aformat=channel_layouts={'|'.join(layouts)}" + ("" if rate is None else f":sample_rates={rate}")
+    rates = "|".join(map(str, _SOUND_RATES if rate is None else [rate]))
+    samples_of = f"aformat=channel_layouts={'|'.join(layouts)}:sample_rates={rates}"
     # Sound that starts later than the frames follows silence, and what is before them is left out.
-    filters = f"aresample=async=1:first_pts=0,{layout},atrim=duration={float(seconds):.6f}"
+    filters = f"aresample=async=1:first_pts=0,{samples_of},atrim=duration={float(seconds):.6f}"
     options = ["-af", filters, "-c:a", "pcm_f32be", "-f", "au", "pipe:1"]
     data = bytearray()
     with _Decoder(info.path, field, options, check, seconds=_COUNT_SECONDS, stream="0:a:0") as decoder:

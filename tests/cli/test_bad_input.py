@@ -32,6 +32,8 @@ def test_flags_are_refused_by_the_rules_of_requests_and_plans(
         (["--steps", "99999999999"], "request.out_of_range", {"field": "steps", "high": 1000}),
         (["--guidance", "nan,3"], "request.not_a_number", {"field": "guidance_scale", "value": "nan"}),
         (["--guidance", "3,nan"], "request.not_a_number", {"field": "guidance_scale_2", "value": "nan"}),
+        (["--no-sound", "--sound", "lossless"], "cli.on_and_off", {"field": "sound"}),
+        (["--sound", "loud"], "request.not_a_choice", {"field": "sound", "choices": ["on", "lossless", "off"]}),
         (["--guidance", "4,3,2"], "cli.guidance_invalid", {"value": "'4,3,2'"}),
         (["--guidance", ""], "request.not_a_number", {"field": "guidance_scale", "value": "''"}),
         (["--shift", ""], "request.not_a_number", {"field": "shift", "value": "''"}),

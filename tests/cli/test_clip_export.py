@@ -21,6 +21,7 @@ from tests.app_server import ROOT
 from tests.cli.refusals import check_refusals, refused
 from tests.queue.samples import add_job
 from tests.queue.test_retention import made
+from tests.sounds import tone, write_clip
 from tests.video.test_export import FRAMES, RATE, REQUEST, make
 from tests.waiting import until
 
@@ -84,6 +85,18 @@ def test_a_plan_states_each_format_and_writes_nothing(tmp_path: Path, capsys: py
     assert [path.name for path in tmp_path.iterdir()] == ["x.mp4"]
 
 
+def test_sound_is_exported_without_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    video = str(write_clip(tmp_path / "x.mp4", tone(1.5)))
+    for command in (["jobs", "export", video, "--start", "0.5"], ["jobs", "join", video, video]):
+        for flags, codec in (([], "aac"), (["--lossless-sound"], "flac")):
+            done = answer([*command, *flags, "--out", str(tmp_path / "y.mp4")], capsys)
+            assert done["sound"] and read_info(tmp_path / "y.mp4").sound == (codec,)
+    plans = answer(["jobs", "export", video, "--plan", "--lossless-sound"], capsys)["plans"]
+    assert [plan["format"] for plan in plans] == list(FORMATS)
+    assert {plan["format"]: plan["sound"] for plan in plans}["gif"] is False
+    assert "export.no_sound" in [note["code"] for note in {plan["format"]: plan for plan in plans}["gif"]["notes"]]
+
+
 def test_bad_input_is_refused_in_two_lines(
     store: JobStore, outputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
@@ -113,6 +126,7 @@ def test_bad_input_is_refused_in_two_lines(
         ([video, "--out", str(tmp_path / "none" / "a.gif")], "video.folder_missing", {}),
         ([video, "--out", video], "source.same_file", {}),
         ([video, "--out", str(tmp_path / "a.avi")], "export.suffix", {"format": "mp4"}),
+        ([video, "--format", "gif", "--lossless-sound"], "export.no_lossless", {"format": "gif"}),
     ]
     check_refusals(cases, capsys, subtests, ["jobs", "export"])
     joins: list[tuple[list[str], str, dict[str, Any]]] = [

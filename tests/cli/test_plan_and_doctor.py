@@ -62,6 +62,13 @@ def test_plan_shows_decisions_and_writes_nothing(
     assert upscaled["plan"]["interpolation"] == {"factor": 2, "frames": 162, "fps": 32}
     assert "162 frames at 32 fps" in text
     assert upscaled["plan"]["forecast"]["interpolate"]["seconds"] > 0
+    # The model is silent, and says so.
+    assert (upscaled["request"]["sound"], upscaled["plan"]["sound"]) == ("on", False)
+    assert "makes no sound" in text and "with sound" not in text
+    off, _ = answer(["plan", "a red boat", "--model", directory, "--no-sound"], capsys)
+    assert off["request"]["sound"] == "off" and not off["warnings"]
+    lossless, _ = answer(["plan", "a red boat", "--model", directory, "--sound", "lossless"], capsys)
+    assert lossless["request"]["sound"] == "lossless" and len(lossless["warnings"]) == 1
     # All weights fit in memory, so no other strategies are shown.
     assert "Strategies for" not in text and "All strategies" not in text
     assert not (cache_dir / "outputs").exists()

@@ -104,7 +104,7 @@ def test_lossless_sound_and_none(loud: ModelSpec, tmp_path: Path, tiny: Tiny) ->
     codec, played = sound_in(plan.output) or ("", sound)
     assert codec == "flac" and np.abs(played.samples - sound.samples).max() < 1e-6
     off = tiny_plan(loud, tmp_path / "y.mp4", sound="off")
-    assert not off.sound and not off.keeps_sound
+    assert not off.sound and off.sound_format is None
     silent = tiny_plan(tiny("wan2.1"), tmp_path / "z.mp4")
     assert not silent.sound and silent.request_json()["sound"] == "on"
     result, _ = saved(silent, tiny("wan2.1"), None)
@@ -193,7 +193,7 @@ def test_a_silent_part_is_silent(tiny: Tiny, tmp_path: Path) -> None:
     first = write_clip(tmp_path / "first.mp4", tone(count / FPS, 24_000), count=count)
     silent, loud = tiny("wan2.2-ti2v-5b"), replace(tiny("wan2.2-ti2v-5b"), sound=SoundSpec(rate=48_000, channels=1))
     plan, spec = planned(silent, first)
-    assert not plan.sound and plan.keeps_sound
+    assert not plan.sound and plan.sound_format == "aac"
     result, _ = saved(plan, spec, None)
     played = heard(plan.output)
     assert result.sound and (played.rate, len(played.samples)) == (24_000, 1)

@@ -34,6 +34,7 @@ from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
 from tests.queue.samples import add_job
+from tests.sounds import heard, loudness, pitch, sound_in, tone, write_clip
 from tests.video.test_reader import H264, make
 from tests.waiting import until
 
@@ -121,6 +122,29 @@ def test_openais_client_makes_a_video_with_the_shipped_model(client: Any, tmp_pa
     with pytest.raises(openai.NotFoundError):
         client.videos.retrieve(made.id)
     assert made.id not in [video.id for video in client.videos.list()]
+
+
+@pytest.mark.slow
+def test_a_downloaded_video_has_its_sound(http: httpx.Client, tmp_path: Path) -> None:
+    count, fps = 9, 16
+    clip = write_clip(tmp_path / "loud.mp4", tone(count / fps), count=count, fps=fps)
+    fields = {"prompt": "a red boat", "model": "diorama", "steps": "1", "frames": "9", "seed": "1"}
+    for sound in ("on", "off"):
+        files = {"extend": (clip.name, clip.read_bytes(), "video/mp4")}
+        answer = http.post("v1/videos", data={**fields, "sound": sound, "interpolate": "2"}, files=files)
+        assert answer.status_code == 200, answer.text
+        shown = ended(http, answer.json()["id"])
+        assert (shown["status"], shown["sound"]) == ("completed", sound == "on")
+        for variant in ("video", "plain"):
+            content = http.get(f"v1/videos/{shown['id']}/content", params={"variant": variant}).content
+            (tmp_path / "v.mp4").write_bytes(content)
+            if sound == "off":
+                assert sound_in(tmp_path / "v.mp4") is None
+                continue
+            played = heard(tmp_path / "v.mp4")
+            assert played.samples.shape == (1, round((2 * count - 1) / fps * 48_000))
+            assert abs(pitch(played, 0.1, 0.5) - 440) < 1
+            assert loudness(played, count / fps + 0.03, 1) < 1e-3
 
 
 @pytest.mark.slow

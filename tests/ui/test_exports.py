@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,17 @@ from starlette.authentication import SimpleUser
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from runtime.core.facts import Fact
 from runtime.core.settings import Settings
 from runtime.queue.store import JobStore
 from runtime.server.gradio_requests import access
 from runtime.ui import exports
+from runtime.ui.formatting import page_text
 from runtime.video.export_formats import FORMATS
+from runtime.video.reader import read_info
 from tests.plans import no_engines
 from tests.queue.test_retention import made
+from tests.sounds import tone, write_clip
 from tests.thread_queue import RunningQueue
 from tests.video.test_export import FRAMES, make
 from tests.waiting import until
@@ -87,6 +93,21 @@ def test_an_export_is_streamed_and_leaves_nothing(page: Page) -> None:
     until(lambda: {path.name for path in page.outputs.iterdir()} == {f"{clip}.mp4" for clip in page.clips})
 
 
+def test_sound_is_exported_without_loss_on_request(page: Page, tmp_path: Path) -> None:
+    first, second, _ = page.clips
+    assert "data-lossless" not in page.client.get(f"/tandem/export/{first}").text
+    write_clip(page.outputs / f"{second}.mp4", tone(1.5))
+    html = page.client.get(f"/tandem/export/{second}").text
+    for entry in FORMATS.values():
+        (option,) = re.findall(f'<option value="{entry.name}"[^>]*>', html)
+        assert ("data-lossless" in option) == bool(entry.lossless)
+        assert (escape(page_text(Fact("export.no_sound")).what) in option) == (not entry.sound)
+    for lossless, codec in ((True, "pcm_s24le"), (False, "pcm_s16le")):
+        _, file = page.export(second, format="prores", start=0.5, lossless_sound=lossless)
+        (tmp_path / "x.mov").write_bytes(file)
+        assert read_info(tmp_path / "x.mov").sound == (codec,)
+
+
 def test_only_ones_own_videos_and_valid_calls_are_exported(page: Page, subtests: pytest.Subtests) -> None:
     first, _, theirs = page.clips
     assert page.client.get(f"/tandem/export/{theirs}").status_code == 422
@@ -104,6 +125,7 @@ def test_only_ones_own_videos_and_valid_calls_are_exported(page: Page, subtests:
     times = {"format": "gif", "start": None, "end": None}
     calls: list[Any] = [[], {"clips": []}, {**times, "clips": [first] * 51}, {**times, "clips": ["\ud800"]}]
     calls += [{**times, "clips": [first], "start": value} for value in ("1", True, 10**400, float("nan"))]
+    calls.append({**times, "clips": [first], "lossless_sound": "yes"})
     for call in calls:
         with subtests.test(str(call)[:40]):
             assert page.client.post("/tandem/export", content=json.dumps(call)).status_code == 422

@@ -248,6 +248,15 @@ def test_a_finished_job_shows_loras_step_cache_and_shift(job: Job) -> None:
     assert {("LoRA", "low=a:0.5"), ("Step cache", "first-block:0.2"), ("Shift", "5")} <= set(rows)
 
 
+@pytest.mark.parametrize(("sound", "codec"), [("on", "AAC"), ("lossless", "FLAC, lossless"), ("off", None)])
+def test_a_finished_job_shows_its_sound(sound: str, codec: str | None, job: Job, store: JobStore) -> None:
+    request = {**saved(job).request, "sound": sound}
+    done = saved(job).model_copy(update={"sound": codec is not None, "request": request})
+    assert dict(job_view.result_rows(done, job.plan, "Tiny")).get("Sound") == codec
+    view = show(job, store, Planned(plan=job.plan), done)
+    assert ("data-sound" in view.picture) == (codec is not None)
+
+
 def test_reasons_of_a_finished_job_name_settings_as_the_form_does(job: Job, store: JobStore) -> None:
     cause = Fact("planner.vae_bfloat16", {"gpu": "Tesla T4"})
     unavailable = Fact("planner.asked_unavailable", {"backend": "tensorrt", "cause": cause})

@@ -12,11 +12,11 @@ import pytest
 from runtime.core.errors import MachineError, TandemError
 from runtime.core.facts import Fact, short
 from runtime.core.plan import EngineRef, LatentSize
-from runtime.core.request import GenerationRequest
+from runtime.core.request import SOUNDS, GenerationRequest
 from runtime.core.units import latency
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import look_up
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ModelSpec, SoundSpec
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.presets import presets
 from runtime.planner.resolve import PlanningContext, resolve
@@ -28,6 +28,7 @@ from runtime.ui.plan_panel import (
     cells,
     clip_line,
     components_html,
+    finishing_html,
     options_html,
     part_lines,
     preset_tile,
@@ -43,6 +44,17 @@ from tests.ui.page_texts import line
 
 NO_GPU = short(fact("machine.no_gpu"))
 GPU = machine(gpu=gpu(), torch_cuda="13.0", packages=GPU_PACKAGES)
+
+
+def test_the_choice_of_sound_says_that_a_model_is_silent(tiny: Callable[[str], ModelSpec], tmp_path: Path) -> None:
+    silent = tiny("wan2.1")
+    loud = replace(silent, sound=SoundSpec(rate=24_000, channels=1))
+    reason = line("planner.makes_no_sound", model=silent.title)
+    for spec in (silent, loud):
+        html = finishing_html({"sound": "on"}, spec, ["x"], tmp_path, None)
+        (choice,) = re.findall(r'data-key="sound".*?</div>', html, re.DOTALL)
+        assert [value for value in SOUNDS if f'value="{value}"' in choice] == [*SOUNDS]
+        assert (escape(reason) in choice, " disabled" in choice) == (spec is silent, spec is silent)
 
 
 def offer(component: str, backend: str = "tensorrt", **values: Any) -> EngineOffer:

@@ -4,20 +4,31 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from runtime.core.errors import InvalidRequestError, MachineError, OutputError
+from runtime.core.plan import SoundFormat
 from runtime.core.sound import Sound
 from runtime.video.export import Clip, ExportPlan, default_target, export
 from runtime.video.export_formats import FORMATS, find_format
-from runtime.video.mp4 import AAC, FLAC, NewSound, VideoWriter, check_output, find_ffmpeg, read_metadata, sweep
+from runtime.video.mp4 import (
+    NewSound,
+    VideoWriter,
+    check_output,
+    copy_without_metadata,
+    find_ffmpeg,
+    read_metadata,
+    sweep,
+)
 from runtime.video.reader import read_info, read_packets, read_sound
 from runtime.video.sound_samples import continued, fitted, looped, sample_at
 from tests.sounds import AAC_FRAME, frames, heard, largest_step, loudness, onset, pitch, sound_in, tone, write_clip
 from tests.waiting import until
 
+SOUND_FORMATS: tuple[SoundFormat, ...] = get_args(SoundFormat)
 COUNT, FPS = 12, 8
 SECONDS = COUNT / FPS
 
@@ -56,6 +67,8 @@ def test_samples_are_limited_and_not_scaled(tmp_path: Path) -> None:
     loud = tone(SECONDS, level=3.0)
     played = heard(write_clip(tmp_path / "x.mp4", loud, lossless=True))
     assert np.abs(played.samples - loud.samples.clip(-1, 1)).max() < 1e-6
+    # AAC could hold more.
+    assert np.abs(heard(write_clip(tmp_path / "y.mp4", loud)).samples).max() < 1.5
 
 
 def test_a_full_disk_leaves_no_video(small_disk: Path) -> None:
@@ -80,12 +93,26 @@ def test_a_death_while_sound_is_saved_leaves_no_video(tmp_path: Path) -> None:
     until(swept)  # ffmpeg may still run
 
 
-def test_the_encoder_of_sound_is_checked(tmp_path: Path) -> None:
-    for sound in (AAC, FLAC):
+def test_the_encoder_of_sound_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for sound in SOUND_FORMATS:
         check_output(tmp_path / "x.mp4", 64, 32, COUNT, 10, sound)
-    with pytest.raises(MachineError) as refused:
-        check_output(tmp_path / "x.mp4", 64, 32, COUNT, 10, ("-c:a", "none_such"))
-    assert refused.value.code == "video.no_sound_encoder"
+    # An ffmpeg that has no encoders of sound.
+    program = tmp_path / "ffmpeg"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *-c:a*) echo "Unknown encoder" >&2; exit 8;; esac\n'
+                       f'exec "{find_ffmpeg()}" "$@"\n')  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+    check_output(tmp_path / "x.mp4", 64, 32, COUNT, 10)
+    for sound in SOUND_FORMATS:
+        with pytest.raises(MachineError) as refused:
+            check_output(tmp_path / "x.mp4", 64, 32, COUNT, 10, sound)
+        assert refused.value.code == "video.no_sound_encoder"
+
+
+def test_a_copy_without_metadata_has_the_sound(tmp_path: Path) -> None:
+    video = write_clip(tmp_path / "x.mp4", tone(SECONDS))
+    with copy_without_metadata(video) as copy:
+        assert (heard(copy).samples == heard(video).samples).all()
 
 
 # Loops and continuations, as samples.
@@ -151,6 +178,14 @@ def test_sound_is_read_as_it_is_or_as_it_is_wanted(tmp_path: Path) -> None:
     assert other is not None and (other.rate, other.samples.shape) == (48_000, (2, 48_000))
     assert abs(onset(other) - onset(own)) < 0.001 and abs(pitch(other, 0.6, 1) - 440) < 1
     assert read_sound(read_info(write_clip(tmp_path / "y.mp4", None)), Fraction(1)) is None
+    # Six channels at 96 kHz would take much memory.
+    large = tmp_path / "large.mkv"
+    tones = ["-f", "lavfi", "-i", "sine=frequency=500:sample_rate=96000:duration=5"]
+    command = [find_ffmpeg(), "-v", "error", "-i", str(info.path), *tones, "-map", "0:v", "-map", "1:a"]
+    subprocess.run([*command, "-c:v", "copy", "-c:a", "pcm_s16le", "-ac", "6", str(large)], check=True)
+    smaller = read_sound(read_info(large), Fraction(1))
+    assert smaller is not None and (smaller.rate, smaller.samples.shape) == (48_000, (2, 48_000))
+    assert abs(pitch(smaller, 0.1, 0.9) - 500) < 1
 
 
 def test_sound_that_starts_late_keeps_its_time(tmp_path: Path) -> None:
@@ -215,7 +250,7 @@ def test_parts_at_broken_rates_are_in_step(tmp_path: Path) -> None:
     with VideoWriter(path, 64, 32, rate, 10) as writer:
         writer.write(pictures)
         writer.close_stream()
-        writer.finish("a boat", {"tandem": {}}, NewSound(sound, lossless=True))
+        writer.finish("a boat", {"tandem": {}}, NewSound(sound, "flac"))
     clip = Clip.read(path)
     part = clip.cut(0.2, 1.2)
     _, cut = exported([part], "mp4", tmp_path)

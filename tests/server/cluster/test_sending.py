@@ -33,6 +33,7 @@ from runtime.server.cluster.node_worker import NodeWorker
 from runtime.server.cluster.sending import Sender
 from tests import lora_files, part_files
 from tests.engines import engine_files
+from tests.sounds import loudness, pitch, sound_in, tone, write_clip
 from tests.transformer_files import save_gguf, wide_transformer
 from tests.video.test_reader import H264, make
 
@@ -173,6 +174,28 @@ def test_text_encoder_and_vae_in_single_files_and_a_video_are_sent(head: Head, n
     assert files < set(node.received())
     events = [value for kind, value in node.call("run", order) if kind in {"event", "outcome"}]
     assert isinstance(events[-1], VideoSaved), events[-1]
+
+
+def test_a_video_comes_back_with_its_sound(
+    head: Head, node: Node, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    shutil.copytree(tiny("wan2.2-ti2v-5b").directory, head.settings.weights_dir / "continues")
+    clip = write_clip(tmp_path / "loud.mp4", tone(7 / 8), count=7)
+    order = head.prepare(head.job(model="continues", extend=str(clip), sound="lossless", interpolate="2"))
+    parts: dict[str, bytes] = {}
+    outcome: Any = None
+    for kind, value in node.call("run", order):
+        if kind == "part":
+            name, _, data = value
+            parts[name] = parts.get(name, b"") + data
+        elif kind == "outcome":
+            outcome = value
+    assert isinstance(outcome, VideoSaved) and outcome.sound
+    for name in transfer.VIDEOS:
+        (tmp_path / name).write_bytes(parts[name])
+        codec, sound = sound_in(tmp_path / name) or ("", tone(0))
+        assert (codec, sound.samples.shape) == ("flac", (1, (7 + 4) * 48_000 // 8))
+        assert abs(pitch(sound, 0.1, 0.8) - 440) < 1 and loudness(sound, 0.9, 1.3) == 0
 
 
 def test_a_video_that_a_node_cannot_run_is_refused_before_it_begins(head: Head, node: Node) -> None:
