@@ -7,15 +7,21 @@ import torch
 import transformers
 from diffusers import (
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTX2Audio,
+    AutoencoderKLLTX2Video,
     AutoencoderKLWan,
     FlowMatchEulerDiscreteScheduler,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
+    LTX2Pipeline,
+    LTX2VideoTransformer3DModel,
     UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.normalizers import Lowercase
@@ -27,9 +33,13 @@ from transformers import (
     CLIPTextModel,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaModel,
     PreTrainedTokenizerFast,
+    SiglipVisionConfig,
     UMT5Config,
     UMT5EncoderModel,
 )
@@ -70,9 +80,16 @@ IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 HUNYUAN_ARCHITECTURES = ("hunyuan-video", "hunyuan-video-cfg")
 
 
+LTX2_ARCHITECTURES = ("ltx-2", "ltx-2.3")
+_LTX2_STRIDES = ("spatial", "temporal", "spatiotemporal", "spatiotemporal")
+
+
 def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     """Save a tiny random model of one of the architectures in this module into `directory` and return it."""
     torch.manual_seed(seed)
+    if architecture in LTX2_ARCHITECTURES:
+        ltx2_pipeline("2.3" if architecture == "ltx-2.3" else "2.0").save_pretrained(directory)
+        return directory
     if architecture in HUNYUAN_ARCHITECTURES:
         hunyuan_pipeline(guidance_embeds=architecture == "hunyuan-video").save_pretrained(directory)
         return directory
@@ -201,6 +218,153 @@ def _vae_ti2v(*, shallow: bool) -> AutoencoderKLWan:
         latents_std=[1.5] * 48,
         **levels,
     ).eval()
+
+
+def ltx2_pipeline(version: str) -> LTX2Pipeline:
+    """Return a tiny random `LTX2Pipeline`.
+
+    Args:
+        version: "2.0" or "2.3", whose connectors, transformer, VAE and vocoder have other parts.
+    """
+    later = version == "2.3"
+    text = Gemma3TextConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    gemma = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=31)
+    widths = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 1, "num_learnable_registers": 128}
+    of_sound = {**widths, "attention_head_dim": 8} if later else widths
+    gates = {"gated_attn": later}
+    connectors = LTX2TextConnectors(
+        caption_channels=32,
+        text_proj_in_factor=4,
+        **{f"video_connector_{name}": value for name, value in widths.items()},
+        **{f"audio_connector_{name}": value for name, value in of_sound.items()},
+        **{f"{stream}_{name}": value for stream in ("video", "audio") for name, value in gates.items()},
+        rope_type="split",
+        per_modality_projections=later,
+        video_hidden_dim=32,
+        audio_hidden_dim=16,
+        proj_bias=later,
+    )
+    transformer = LTX2VideoTransformer3DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        cross_attention_dim=32,
+        audio_in_channels=16,
+        audio_out_channels=16,
+        audio_num_attention_heads=2,
+        audio_attention_head_dim=8,
+        audio_cross_attention_dim=16,
+        num_layers=2,
+        caption_channels=32,
+        rope_type="split",
+        gated_attn=later,
+        cross_attn_mod=later,
+        audio_gated_attn=later,
+        audio_cross_attn_mod=later,
+        perturbed_attn=later,
+        use_prompt_embeddings=not later,
+    )
+    levels: dict[str, Any] = {"spatio_temporal_scaling": (True,) * 4, "downsample_type": tuple(_LTX2_STRIDES)}
+    if later:
+        levels |= {
+            "decoder_block_out_channels": (8, 8, 8, 16),
+            "decoder_layers_per_block": (1,) * 5,
+            "decoder_spatio_temporal_scaling": (True,) * 4,
+            "decoder_inject_noise": (False,) * 5,
+            "upsample_type": tuple(reversed(_LTX2_STRIDES)),
+            "upsample_residual": (False,) * 4,
+            "upsample_factor": (1, 2, 1, 2),
+            "patch_size": 2,
+            "spatial_compression_ratio": 16,
+        }
+    else:
+        levels |= {
+            "decoder_block_out_channels": (8, 16, 32),
+            "decoder_layers_per_block": (1,) * 4,
+            "patch_size": 4,
+            "spatial_compression_ratio": 32,
+        }
+    vae = AutoencoderKLLTX2Video(
+        latent_channels=16,
+        block_out_channels=(8, 16, 16, 16),
+        layers_per_block=(1,) * 5,
+        decoder_causal=False,
+        temporal_compression_ratio=8,
+        **levels,
+    )
+    audio_vae = AutoencoderKLLTX2Audio(base_channels=16, num_res_blocks=1, latent_channels=4, mel_bins=16)
+    for statistics, spread in ((vae, 0.5), (audio_vae, 0.3)):
+        torch.nn.init.normal_(statistics.latents_mean, std=0.1)
+        torch.nn.init.uniform_(statistics.latents_std, 1 - spread, 1 + spread)
+    return LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.95,
+            max_shift=2.05,
+            base_image_seq_len=1024,
+            max_image_seq_len=4096,
+            shift_terminal=0.1,
+        ),
+        vae=vae.eval(),
+        audio_vae=audio_vae.eval(),
+        text_encoder=Gemma3ForConditionalGeneration(gemma).eval(),
+        tokenizer=tokenizer(),
+        connectors=connectors.eval(),
+        transformer=transformer.eval(),
+        vocoder=(_vocoder_with_extension() if later else _vocoder()).eval(),
+    )
+
+
+def _vocoder() -> LTX2Vocoder:
+    return LTX2Vocoder(
+        in_channels=32,
+        hidden_channels=16,
+        upsample_kernel_sizes=[20, 12, 8],
+        upsample_factors=[10, 6, 4],
+        resnet_kernel_sizes=[3],
+        resnet_dilations=[[1, 3]],
+    )
+
+
+def _vocoder_with_extension() -> LTX2VocoderWithBWE:
+    small = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3]]}
+    vocoder = LTX2VocoderWithBWE(
+        in_channels=32,
+        hidden_channels=32,
+        upsample_kernel_sizes=[20, 8, 8],
+        upsample_factors=[10, 4, 4],
+        bwe_in_channels=32,
+        bwe_hidden_channels=32,
+        bwe_upsample_kernel_sizes=[12, 11, 4],
+        bwe_upsample_factors=[6, 5, 2],
+        num_mel_channels=16,
+        filter_length=64,
+        window_length=64,
+        hop_length=20,
+        **small,
+        **{f"bwe_{name}": value for name, value in small.items()},
+    )
+    torch.nn.init.normal_(vocoder.mel_stft.stft_fn.forward_basis, std=0.2)
+    # Positive, as filters of a spectrum are: the logarithm of their sums is taken.
+    torch.nn.init.uniform_(vocoder.mel_stft.mel_basis)
+    return vocoder
 
 
 def hunyuan_pipeline(*, guidance_embeds: bool) -> HunyuanVideoPipeline:

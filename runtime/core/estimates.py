@@ -18,7 +18,7 @@ class MemoryStrategy(FrozenModel):
             ("model"), by block ("group") or by layer ("sequential").
         quantization: of the transformers' weights: "none", "bnb-8bit", "bnb-4bit" or "fp8".
         keep_loaded: whether components stay on the device between stages and jobs, all but those `freed` after their
-            stage. Offloaded components stay in RAM in any case.
+            stage. Offloaded components stay in RAM in any case, all but those `freed`, which are alone there.
         decode_chunk: latent frames that the VAE decodes in one call.
         decode_tile: side of the tiles that the VAE decodes and encodes a frame in, in latents; `None` for it whole.
     """

@@ -395,6 +395,8 @@ class ExecutionPlan(ResolvedRequest):
         upscaling: how frames are enlarged; `None` if they are not. `width` and `height` are the sides before that.
         interpolator: what computes the frames of `interpolate`.
         sound: whether the model makes sound with the frames.
+        sound_shape: (batch, channels, latents, bins) of the sound that is denoised with the frames; `None` without.
+        guidance_passes: forward passes of a step with guidance.
     """
 
     request: GenerationRequest
@@ -425,6 +427,8 @@ class ExecutionPlan(ResolvedRequest):
     upscaling: Upscaling | None = None
     interpolator: Interpolator = "minterpolate"
     sound: bool = False
+    sound_shape: tuple[int, int, int, int] | None = None
+    guidance_passes: int = 2
 
     @field_validator("request", mode="wrap")
     @classmethod

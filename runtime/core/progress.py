@@ -325,7 +325,7 @@ def _load_forecast(plan: ExecutionPlan, name: str) -> float:
 def _passes(plan: ExecutionPlan, expert: str | None) -> int:
     """Return how often a transformer is called per step."""
     scale = plan.guidance_scale_2 if expert == "transformer_2" else plan.guidance_scale
-    return 2 if (scale or 0.0) > 1 else 1
+    return plan.guidance_passes if (scale or 0.0) > 1 else 1
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests
 # The component that enlarges finished frames, which belongs to no model.
 UPSCALER = "upscaler"
 COMPONENTS = (
-    "text_encoder", "text_encoder_2", "image_encoder", "vae_encoder", "transformer", "transformer_2", "vae", UPSCALER,
+    "text_encoder", "text_encoder_2", "connectors", "image_encoder", "vae_encoder", "transformer", "transformer_2",
+    "vae", "audio_vae", "vocoder", UPSCALER,
 )  # fmt: skip
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}

@@ -67,9 +67,9 @@ Precision = Literal["fp16", "bf16", "fp32"]
 PRECISIONS: Mapping[Precision, str] = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 # The components of each part that `tensorrt` may name.
 TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
-    "text-encoders": ("text_encoder", "text_encoder_2", "image_encoder"),
+    "text-encoders": ("text_encoder", "text_encoder_2", "connectors", "image_encoder"),
     "transformer": ("transformer", "transformer_2"),
-    "vae": ("vae_encoder", "vae", UPSCALER),
+    "vae": ("vae_encoder", "vae", "audio_vae", "vocoder", UPSCALER),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 _NUMBERS = (

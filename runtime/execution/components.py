@@ -12,13 +12,19 @@ from runtime.core.plan import Speed
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.step_caches import Sharing
+from runtime.execution.streams import Streams
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
 from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
 
-# The passes of a step with guidance.
-PROMPTED, UNPROMPTED = "cond", "uncond"
+# The passes of a step with guidance; the last two are of models that make sound, see `models.spec.StreamGuidance`.
+PROMPTED, UNPROMPTED, SKIPPING, ISOLATED = "cond", "uncond", "skipping", "isolated"
+# Makes what a transformer attends to, (1, tokens, width), of states of a text's tokens, (1, tokens, states × width).
+TextConnector = Callable[[torch.Tensor], torch.Tensor]
+# Makes a spectrogram of a sound's normalised latents, (1, channels, latents, bins), or samples, (1, channels, samples),
+# float32 in -1 to 1, of a spectrogram.
+SoundDecoder = Callable[[torch.Tensor], torch.Tensor]
 # Receives a field of `Speed` that could not be applied, and the reason.
 OnDegraded = Callable[[str, Fact], None]
 
@@ -124,6 +130,17 @@ class SectionDenoiser(Denoiser, Protocol):
         """Set what the section is sampled from; it stays in memory until `PyTorchDenoiser.forget`."""
 
 
+class StreamDenoiser(Denoiser, Protocol):
+    """A transformer that denoises video and sound together. `see` comes before its first call for a clip.
+
+    Latents and predictions are joined, see `streams.Streams`. Text embeddings are those for the video and those for the
+    sound, one after the other in each token.
+    """
+
+    def see(self, streams: Streams, skipping_blocks: tuple[int, ...]) -> None:
+        """Set the shapes of the streams, and the blocks that skip their self-attention in passes of that kind."""
+
+
 class VideoEncoder(Protocol):
     """The encoder of a VAE, for videos and for clips whose frames are given at the start and the end only."""
 
@@ -223,6 +240,12 @@ class Components(Protocol):
 
     def text_encoder(self, spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -> TextEncoder:
         """Make the text encoder `name` of its tokenizer and a model that embeds tokens."""
+
+    def text_connector(self, module: torch.nn.Module, device: str | torch.device) -> TextConnector:
+        """Make the function of loaded connectors. Called only if the model has them, like the next one."""
+
+    def sound_decoder(self, name: str, module: torch.nn.Module, device: str | torch.device) -> SoundDecoder:
+        """Make the function of one of `SOUND_DECODERS`, loaded."""
 
     def image_encoder(self, processor: Any, model: ImageModel) -> ImageEncoder:
         """Make the image encoder of an image processor and a model that embeds pixels."""

@@ -19,7 +19,7 @@ from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.plan import ComponentPlan
 from runtime.core.untrusted_files import parse_json
 from runtime.execution.text_encoder import TextEncoding
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import CONNECTORS, ModelSpec
 from runtime.models.tensor_files import read_tensors
 
 # An entry of UMT5-XXL takes 4 MB in bfloat16.
@@ -28,6 +28,8 @@ _MOST_ON_DISK = 64
 _MAX_BYTES = 64 << 20
 _VERSION = 1
 _METADATA = "tandem"
+# The names of folders that embeddings depend on begin with these.
+_FOLDERS = ("text_encoder", "tokenizer", CONNECTORS)
 
 
 class PromptCache:
@@ -111,7 +113,7 @@ def _key(spec: ModelSpec, part: ComponentPlan, text: str, name: str) -> str:
     # Only the kind of device: all GPUs compute the same embeddings.
     parts += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
     # A family may have more text encoders and tokenizers, such as `text_encoder_2`.
-    folders = sorted(path for path in spec.directory.iterdir() if path.name.startswith(("text_encoder", "tokenizer")))
+    folders = sorted(path for path in spec.directory.iterdir() if path.name.startswith(_FOLDERS))
     parts += [list(_files(folder)) for folder in folders]
     if name in spec.files:
         parts += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in spec.files[name].paths]

@@ -26,6 +26,8 @@ from runtime.execution.components import (
     Denoiser,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
+    SoundDecoder,
+    TextConnector,
     VideoDecoder,
     VideoEncoder,
     components_of,
@@ -49,7 +51,15 @@ from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder
 from runtime.models.quantization import NONE
 from runtime.models.quantized_cache import QuantizedCache
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_text_encoder, is_transformer
+from runtime.models.spec import (
+    CONNECTORS,
+    IMAGE_ENCODER,
+    SOUND_DECODERS,
+    VAE_ENCODER,
+    ModelSpec,
+    is_text_encoder,
+    is_transformer,
+)
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 from runtime.models.weights import beside_others, load_image_processor, load_module, load_tokenizer
 from runtime.upstream.torch import clear_module, import_compiler
@@ -252,6 +262,18 @@ class Residency:
             yield components_of(spec).text_encoder(spec, name, load_tokenizer(spec, name), model)
 
     @contextmanager
+    def text_connector(self, spec: ModelSpec, job: JobHooks) -> Iterator[TextConnector]:
+        """Yield the connectors, loaded."""
+        with self._use(spec, job, CONNECTORS, _no_engines) as connector:
+            yield connector
+
+    @contextmanager
+    def sound_decoder(self, spec: ModelSpec, job: JobHooks, name: str) -> Iterator[SoundDecoder]:
+        """Yield one of `SOUND_DECODERS`, loaded."""
+        with self._use(spec, job, name, _no_engines) as decoder:
+            yield decoder
+
+    @contextmanager
     def image_encoder(self, spec: ModelSpec, job: JobHooks) -> Iterator[ImageEncoder]:
         """Yield the image encoder, loaded."""
         with self._use(spec, job, IMAGE_ENCODER, EngineImageModel) as model:
@@ -396,6 +418,9 @@ class Residency:
         self._free_all_but(use.spec, use.job.plan)
         key = use.key(part)
         if key not in self._loaded:
+            strategy = use.job.plan.strategy
+            if strategy.offload != "none" and use.name in strategy.freed:
+                self.free()  # components of an earlier job that wait in RAM
             use.job.loading(use.name)
             started = time.perf_counter()
             ahead = self._ahead.take(key)
@@ -424,7 +449,8 @@ class Residency:
         plan = use.job.plan
         # Processes in which engines failed are not used with them again.
         failed = planned.in_blocks and key.split is not None and not plan.components[use.name].in_blocks
-        if failed or (key.placement == "device" and not plan.strategy.keeps(use.name)):
+        freed = not plan.strategy.keeps(use.name) if key.placement == "device" else use.name in plan.strategy.freed
+        if failed or freed:
             self._drop(key)
         elif isinstance(loaded := self._loaded.get(key), _Loaded):
             loaded.placed.to_host()
@@ -526,12 +552,21 @@ def _build(spec: ModelSpec, name: str, module: Any, part: ComponentPlan) -> Any:
         return PyTorchTextModel(module, part.device)
     if is_transformer(name):
         return components.denoiser(module)
+    if name == CONNECTORS:
+        return components.text_connector(module, part.device)
+    if name in SOUND_DECODERS:
+        return components.sound_decoder(name, module, part.device)
     # A family without images has no functions for them.
     if name == IMAGE_ENCODER:
         return components.image_model(module, part.device)
     if name == VAE_ENCODER:
         return components.video_encoder(module, part.device)
     return components.video_decoder(module, part.device)
+
+
+def _no_engines(engines: OpenEngines, _: Callable[[Fact], Any]) -> Any:
+    """No family has engines of these components."""
+    raise AssertionError(engines)
 
 
 def _beside_others(device: str, load: Callable[[], Any]) -> Any:

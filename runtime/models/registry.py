@@ -57,6 +57,7 @@ FAMILIES: dict[str, Entry] = {
     "wan": Entry(("WanPipeline", "WanImageToVideoPipeline"), "runtime.families.wan"),
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
     "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
+    "ltx2": Entry(("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"), "runtime.families.ltx2"),
     "dcae": Entry(("AutoencoderDC", "dcae"), "runtime.families.dcae"),
     "esrgan": Entry((), "runtime.families.esrgan"),
 }

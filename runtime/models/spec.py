@@ -33,6 +33,10 @@ _FLOAT32 = 4
 _SMALL_BYTES = 1 << 30
 # The components that run only if there is an image.
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
+# Makes what the transformer attends to of the text encoder's states, in models that have it.
+CONNECTORS = "connectors"
+# The components that decode sound, in the order they run.
+SOUND_DECODERS = ("audio_vae", "vocoder")
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
 # Programs of single frames, whose batch size is the number of frames.
@@ -195,6 +199,7 @@ class TextEncoderSpec:
         vocab_size: rows of the embedding table.
         max_tokens: the most tokens of one text, with those that the family adds to a prompt.
         stores_scores: whether the attention stores its matrices, as that of T5 does; PyTorch's own stores none.
+        states: hidden states of a token that are the result; more than one if a model uses those between layers too.
     """
 
     width: Annotated[int, Field(strict=True, ge=1, le=65_536)]
@@ -203,6 +208,7 @@ class TextEncoderSpec:
     vocab_size: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
     max_tokens: int
     stores_scores: bool
+    states: int = 1
 
     def forward_bytes(self, element_bytes: int) -> int:
         """Return the peak memory of one call in bytes, weights excluded.
@@ -210,10 +216,10 @@ class TextEncoderSpec:
         With stored scores, there are scores, bias and bias with mask in the encoder's dtype, and scores and their
         softmax in float32: within 15 % of UMT5's memory on an H200. Without, the peak is in the feed-forward: stream,
         norm, residual and result, and the inner layer three times. That is counted from transformers' modules, not
-        measured.
+        measured. States between layers are kept, and then joined.
         """
         tokens = self.max_tokens
-        stream = 4 * tokens * self.width * element_bytes
+        stream = (4 + 2 * (self.states - 1)) * tokens * self.width * element_bytes
         if self.stores_scores:
             return self.num_heads * tokens**2 * (3 * element_bytes + 2 * _FLOAT32) + stream
         return 3 * tokens * self.ffn_dim * element_bytes + stream
@@ -268,6 +274,8 @@ class ImageInput:
         required: whether the model makes no video without an image.
         last: whether a last image can be given.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
+        crf: constant rate factor of H.264 with which images are compressed before they are encoded, as in the training;
+            `None` for not at all.
     """
 
     kind: Literal["channels", "first_frame", "sections"]
@@ -276,6 +284,78 @@ class ImageInput:
     last: Literal["none", "optional", "required"] = "none"
     tokens: int = 0
     width: int = 0
+    crf: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamGuidance:
+    """Guidance of a model that denoises video and sound together, in addition to a request's guidance scale.
+
+    Each pair is for the video and for the sound. Source: diffusers' `LTX2Pipeline`.
+
+    Attributes:
+        sound_scale: classifier-free guidance scale of the sound; that of the video is the request's.
+        skipped: scales of the difference to a pass in which some blocks skip their self-attention; 0 for none.
+        skipping_blocks: these blocks.
+        isolated: scales of guidance by a pass in which the streams do not attend to each other; 1 for none.
+        rescaled: how far the result is scaled to the deviation of the prediction with the prompt, 0 to 1.
+    """
+
+    sound_scale: float
+    skipped: tuple[float, float] = (0.0, 0.0)
+    skipping_blocks: tuple[int, ...] = ()
+    isolated: tuple[float, float] = (1.0, 1.0)
+    rescaled: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def skips(self) -> bool:
+        """Whether there is a pass in which blocks skip their self-attention."""
+        return max(self.skipped) > 0
+
+    @property
+    def isolates(self) -> bool:
+        """Whether there is a pass in which the streams do not attend to each other."""
+        return max(self.isolated) > 1
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a step."""
+        return 2 + self.skips + self.isolates
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoundPart:
+    """What a decoder of sound computes for each latent of the sound.
+
+    Attributes:
+        flops: operations (two per multiply-add).
+        values: numbers in memory at the peak.
+    """
+
+    flops: float
+    values: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoundLatents:
+    """The latents of sound that is denoised together with the frames.
+
+    Attributes:
+        channels, bins: of each latent.
+        per_second: latents of a second.
+        parts: what `SOUND_DECODERS` compute, by name.
+        guidance: of both streams.
+    """
+
+    channels: int
+    bins: int
+    per_second: float
+    parts: Mapping[str, SoundPart]
+    guidance: StreamGuidance
+
+    def shape(self, frames: int, fps: float) -> tuple[int, int, int, int]:
+        """Return (batch, channels, latents, bins) of the sound of a clip."""
+        return 1, self.channels, max(round(frames / fps * self.per_second), 1), self.bins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,10 +365,12 @@ class SoundSpec:
     Attributes:
         rate: samples per second.
         channels: 1 or 2.
+        latents: of models that denoise it together with the frames.
     """
 
     rate: int
     channels: int
+    latents: SoundLatents | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,7 +428,8 @@ class ModelSpec:
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache", "guidance_cache".
         lacks: what its components in PyTorch do not implement, so that the planner never chooses it: fields of
-            `plan.Speed`; "compiled_vae", compilation of the VAE; and "strips", decoding on several GPUs.
+            `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; and "chunks",
+            decoding in several calls.
         unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
@@ -494,6 +577,10 @@ class ModelSpec:
         """The components that embed prompts, in the order they run."""
         return tuple(self.encoders)
 
+    def max_text_tokens(self, component: str) -> int:
+        """Return the most tokens of a text that a text encoder, or the connectors, take."""
+        return self.encoders[component].max_tokens if component in self.encoders else self.max_sequence_length
+
     @property
     def images(self) -> tuple[ImageUse, ...]:
         """The request's images: the first, and the last if there is one."""
@@ -526,6 +613,17 @@ class ModelSpec:
         if self.embedded_guidance:
             return 2
         return 2 if self.image_input is not None and self.image_input.kind == "first_frame" else 1
+
+    @property
+    def guidance_passes(self) -> int:
+        """The forward passes of a step with guidance."""
+        latents = self.sound_latents
+        return 2 if latents is None else latents.guidance.passes
+
+    @property
+    def sound_latents(self) -> SoundLatents | None:
+        """The latents of sound that is denoised together with the frames; `None` without."""
+        return None if self.sound is None else self.sound.latents
 
     @property
     def total_parameters(self) -> int:

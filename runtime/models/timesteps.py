@@ -39,6 +39,26 @@ NO_FLOW_MATCHING = Fact("scheduler.no_flow_matching")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShiftBySize:
+    """A shift that follows from the number of a clip's tokens, as in diffusers' `calculate_shift`.
+
+    Attributes:
+        fewest, most: numbers of tokens.
+        least, largest: logarithms of the shift with these.
+    """
+
+    fewest: int
+    most: int
+    least: float
+    largest: float
+
+    def logarithm(self, tokens: int) -> float:
+        """Return the logarithm of the shift, which diffusers' schedulers call `mu`."""
+        slope = (self.largest - self.least) / (self.most - self.fewest)
+        return tokens * slope + (self.least - slope * self.fewest)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NoiseLevels:
     """How a scheduler places its steps.
 
@@ -49,6 +69,8 @@ class NoiseLevels:
         spread: spacing of the sigmas before the shift; `None` if unknown. "linear" is given to the scheduler by the
             pipeline; the others are the scheduler's own.
         training_steps: number of training timesteps.
+        by_size: how the shift follows from the size of the clip; `None` if it does not.
+        levels: sigmas of a model that was distilled for these, without the 0 at the end; empty for others.
     """
 
     setting: str | None = None
@@ -56,6 +78,8 @@ class NoiseLevels:
     shift: float = 1.0
     spread: Spread | None = None
     training_steps: int = 1000
+    by_size: ShiftBySize | None = None
+    levels: tuple[float, ...] = ()
 
     def timesteps(self, steps: int, shift: float | None = None) -> list[float] | None:
         """Return the timesteps of a clip, highest first; `None` if they are unknown.
@@ -64,7 +88,7 @@ class NoiseLevels:
             shift: replaces the configuration's.
         """
         by = self.shift if shift is None else shift
-        if self.spread is None or not 0 < by < _MAX_SHIFT:
+        if self.spread is None or self.by_size is not None or not 0 < by < _MAX_SHIFT:
             return None
         if self.spread == "euler":
             return self._euler(steps, by)
@@ -82,7 +106,12 @@ class NoiseLevels:
         return [float(int(sigma * self.training_steps)) for sigma in sigmas]
 
     def sigmas(self, steps: int) -> list[float] | None:
-        """Return the sigmas before the shift that the pipeline gives to the scheduler; `None` if it gives none."""
+        """Return the sigmas before the shift that the pipeline gives to the scheduler; `None` if it gives none.
+
+        Another number of steps than a model was distilled for takes levels between those.
+        """
+        if self.levels:
+            return [_between(self.levels, index * len(self.levels) / steps) for index in range(steps)]
         return [i * (-1.0 / steps) + 1.0 for i in range(steps)] if self.spread == "linear" else None
 
     def _euler(self, steps: int, shift: float) -> list[float]:
@@ -136,6 +165,13 @@ def _fixed(config: Mapping[str, Any], *, flow: bool) -> Fact | None:
         return NO_FLOW_MATCHING
     option = next((rule for rule in _OTHER_RULES if config.get(rule)), None)
     return None if option is None else Fact("scheduler.other_spacing", {"option": option})
+
+
+def _between(levels: tuple[float, ...], position: float) -> float:
+    """Return the level at a position from 0; the level after the last one is 0."""
+    number = int(position)
+    following = (*levels, 0.0)[number + 1]
+    return levels[number] + (position - number) * (following - levels[number])
 
 
 def _shifted(sigma: float, shift: float) -> float:

@@ -309,8 +309,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused = set() if plan.video else _VIDEO_FIELDS if plan.images else _INPUT_FIELDS
     excluded = _OTHER_FIELDS | unused | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
-    # The prompt of a section may depend on when it is played, and the frames of a video that are read.
-    excluded -= {"fps"} if plan.video or len(timed_prompts(plan.prompt)) > 1 else set()
+    # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.
+    excluded -= {"fps"} if plan.video or plan.sound_shape or len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.inputs.items()}
     clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}

@@ -196,6 +196,8 @@ def unmeasured(plan: ExecutionPlan, spec: ModelSpec, history: History, machine: 
     float32 = DTYPE_BYTES[part.dtype] > DTYPE_BYTES["bfloat16"]  # fast kernels need 16 bits
     if plan.request.attention != AUTO or part.on_engine or not part.device.startswith("cuda") or float32:
         return []
+    if "attention" in spec.lacks:
+        return []
     name, flops = device_name(machine, part.device), attention_flops(spec, plan.tokens)
     if attention_seconds(history, name, part.dtype, flops):
         return []

@@ -30,6 +30,7 @@ class Metrics:
     Attributes:
         stage_peaks: peak of each finished stage in bytes, above the memory in use at the start.
         encoders: seconds and peak of each component of the encode stage in this run, in bytes as `stage_peaks`.
+        sound_decoders: the same of the components that decode sound, which is a part of the decode stage.
     """
 
     def __init__(self, device: str, residency: Residency) -> None:
@@ -48,6 +49,7 @@ class Metrics:
         self._memory_before = 0
         self.stage_peaks: dict[str, int] = {}
         self.encoders: dict[str, tuple[float, int]] = {}
+        self.sound_decoders: dict[str, tuple[float, int]] = {}
 
     def __enter__(self) -> "Metrics":
         """Start measuring memory."""
@@ -77,11 +79,21 @@ class Metrics:
     @contextmanager
     def encoder(self, component: str) -> Iterator[None]:
         """Measure the body as the part of the encode stage in which a component makes all calls of the job."""
-        before = self._seconds["encode"]
-        with self._measured("encode"):
+        with self._measured_part(component, "encode", self.encoders):
             yield
-        peak = self._stage_peak - self._memory_before
-        self.encoders[component] = (self._seconds["encode"] - before, peak)
+
+    @contextmanager
+    def sound_decoder(self, component: str) -> Iterator[None]:
+        """Measure the body as the part of the decode stage in which a component decodes the sound."""
+        with self._measured_part(component, "decode", self.sound_decoders):
+            yield
+
+    @contextmanager
+    def _measured_part(self, component: str, stage: str, parts: dict[str, tuple[float, int]]) -> Iterator[None]:
+        before = self._seconds[stage]
+        with self._measured(stage):
+            yield
+        parts[component] = (self._seconds[stage] - before, self._stage_peak - self._memory_before)
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:

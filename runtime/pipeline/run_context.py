@@ -22,7 +22,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
 from runtime.core.request import UPSCALER
 from runtime.execution.residency import Residency
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.checkpoint import (
     Checkpoint,
@@ -210,7 +210,8 @@ class RunContext:
         # A copy, because setting the timesteps does not reset everything that a step changes.
         scheduler = copy.deepcopy(self._scheduler)
         sigmas = self.spec.noise.sigmas(self.plan.steps)
-        return scheduler, get_schedule(self.plan, scheduler, self.spec.boundary_ratio, sigmas)
+        boundary, by_size = self.spec.boundary_ratio, self.spec.noise.by_size
+        return scheduler, get_schedule(self.plan, scheduler, boundary, sigmas, by_size)
 
     @cached_property
     def _scheduler(self) -> Any:
@@ -396,7 +397,7 @@ class RunContext:
 
         The embeddings of the prompt may be in the cache.
         """
-        needed = self._needed() - {*self.spec.text_encoders}
+        needed = self._needed() - {*self.spec.text_encoders, CONNECTORS}
         self.residency.load_ahead(self.spec, self, [name for name in self.plan.model_components if name in needed])
 
     def _needed(self) -> set[str]:
@@ -404,8 +405,9 @@ class RunContext:
         _, steps = self.schedule()
         remaining = steps if self.spec.section is not None else steps[self.step :]
         needed = {"vae", UPSCALER} | {step.expert for step in remaining}
+        needed |= {*SOUND_DECODERS} if self.plan.sound and self.plan.sound_shape else set()
         if self.conditioning is None:
-            needed |= {*self.spec.text_encoders, IMAGE_ENCODER, VAE_ENCODER}
+            needed |= {*self.spec.text_encoders, CONNECTORS, IMAGE_ENCODER, VAE_ENCODER}
         return needed
 
     def _build_engine(self, name: str, use: EngineRef) -> None:

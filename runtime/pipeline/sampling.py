@@ -22,7 +22,10 @@ from runtime.core.sparse_attention import exact_steps
 from runtime.core.step_cache import uses
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
 from runtime.execution.decoded_frames import fetched
+from runtime.execution.streams import Streams
 from runtime.models.spec import ModelSpec
+from runtime.models.timesteps import ShiftBySize
+from runtime.pipeline.stream_guidance import StreamSampling
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,11 @@ class GivenFrames:
             mask[:, -1, -1] = 1
         return cls(kind, torch.cat([mask, latents], dim=1))
 
-    def placed_in(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return a clip's latents with a given first latent frame in its place."""
+    def placed_in(self, latents: torch.Tensor, streams: Streams | None = None) -> torch.Tensor:
+        """Return latents with a given first latent frame in its place; those of a clip with sound have `streams`."""
+        if streams is not None:
+            video, sound = streams.split(latents)
+            return streams.join(self.placed_in(video), sound)
         return torch.cat([self.latents, latents[:, :, 1:]], dim=2) if self.kind == "first_frame" else latents
 
     def inputs(self, latents: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +173,7 @@ class SamplingState:
 
     Attributes:
         steps: the number of steps done.
-        latents: after these steps, (1, channels, frames, height, width), float32.
+        latents: after these steps, (1, channels, frames, height, width), float32; with sound, see `Streams`.
         scheduler: the scheduler's state, see `checkpoint.scheduler_state`; `None` if it cannot be saved.
         guidance: after these steps.
     """
@@ -184,7 +190,7 @@ class StepResult:
 
     Attributes:
         index: the number of the step, from 0.
-        latents: (1, channels, frames, height, width), float32.
+        latents: (1, channels, frames, height, width), float32; with sound, see `Streams`.
         estimate: the clean latents as predicted at this step, of the same shape.
         seconds: the duration of the step.
         guidance: after the step.
@@ -204,12 +210,14 @@ OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
 
 
 def get_noise(plan: ExecutionPlan) -> torch.Tensor:
-    """Return the seed's noise, (1, channels, frames, height, width), float32.
+    """Return the seed's noise, (1, channels, frames, height, width), float32; with sound, see `Streams`.
 
     It is drawn on the CPU, so it does not depend on the device.
     """
-    generator = torch.Generator("cpu").manual_seed(plan.seed)
+    generator, streams = torch.Generator("cpu").manual_seed(plan.seed), Streams.of(plan)
     noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
+    if streams is not None:
+        noise = streams.join(noise, torch.randn(streams.sound, generator=generator, dtype=torch.float32))
     return noise.to(plan.components["transformer"].device)
 
 
@@ -236,7 +244,11 @@ def first_latents(noise: torch.Tensor, video: torch.Tensor | None, scheduler: An
 
 
 def get_schedule(
-    plan: ExecutionPlan, scheduler: Any, boundary_ratio: float | None, sigmas: Sequence[float] | None = None
+    plan: ExecutionPlan,
+    scheduler: Any,
+    boundary_ratio: float | None,
+    sigmas: Sequence[float] | None = None,
+    by_size: ShiftBySize | None = None,
 ) -> list[Step]:
     """Set up the scheduler for the plan's steps and return those that run with the transformer that runs each.
 
@@ -244,6 +256,7 @@ def get_schedule(
         scheduler: a diffusers flow-matching scheduler; its timesteps are set here.
         boundary_ratio: steps with timestep / training timesteps below this run the low-noise transformer.
         sigmas: given to the scheduler instead of the number of steps, see `NoiseLevels.sigmas`.
+        by_size: how its shift follows from the number of tokens, see `NoiseLevels`.
 
     Raises:
         ModelError: if it is another kind of scheduler, or its configuration is unsuitable.
@@ -253,7 +266,8 @@ def get_schedule(
         if sigmas is None:
             scheduler.set_timesteps(plan.steps, device=device)
         else:
-            scheduler.set_timesteps(sigmas=list(sigmas), device=device)
+            shift = {} if by_size is None else {"mu": by_size.logarithm(plan.tokens)}
+            scheduler.set_timesteps(sigmas=list(sigmas), device=device, **shift)
         # Some schedulers take several timesteps for each step.
         first = plan.skipped_steps * scheduler.order
         scheduler.set_begin_index(first)
@@ -324,12 +338,14 @@ def denoise(
     cancel: Cancel,
     start: int = 0,
     guidance: Guidance = Guidance(),
+    sampling: StreamSampling | None = None,
 ) -> Iterator[StepResult]:
     """Run the loop and yield each step's result; a transformer stays loaded from its first to its last step.
 
     Args:
         latents: noise, or the latents after `start` steps; the scheduler then has the state after these steps.
         guidance: after `start` steps.
+        sampling: of a clip with sound.
 
     Raises:
         BadResultError: if the latents become NaN or Inf.
@@ -338,8 +354,9 @@ def denoise(
         PausedError: before the next step.
     """
     index, given_frames = start, conditioning.given
+    streams = None if sampling is None else sampling.streams
     if given_frames is not None:
-        latents = given_frames.placed_in(latents)
+        latents = given_frames.placed_in(latents, streams)
     while index < len(steps):
         expert = steps[index].expert
         with open_expert(expert) as denoiser:
@@ -350,11 +367,11 @@ def denoise(
                 denoiser.begin_step(fresh=step.fresh, exact=step.exact)
                 if index and steps[index - 1].expert != expert:
                     guidance = replace(guidance, difference=None)
-                velocity, guidance = _guided(denoiser, latents, step, conditioning, cancel, guidance)
+                velocity, guidance = _guided(denoiser, latents, step, conditioning, cancel, guidance, sampling)
                 estimate = latents - step.sigma * velocity
                 latents = advanced(scheduler, velocity, step.timestep, latents, step.noise_seed)
                 if given_frames is not None:
-                    latents, estimate = given_frames.placed_in(latents), given_frames.placed_in(estimate)
+                    latents, estimate = (given_frames.placed_in(state, streams) for state in (latents, estimate))
                 # Reading one value waits for the device, so the measured time is the step's own.
                 if not torch.isfinite(latents).all().item():
                     raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
@@ -391,12 +408,20 @@ def _guided(
     conditioning: Conditioning,
     cancel: Cancel,
     guidance: Guidance,
+    sampling: StreamSampling | None,
 ) -> tuple[torch.Tensor, Guidance]:
-    """Return the predicted velocity, with classifier-free guidance if the step has it, and the state after the step."""
+    """Return the predicted velocity, with guidance if the step has it, and the state after the step."""
     positive, negative, given_frames = conditioning.positive, conditioning.negative, conditioning.given
     inputs = (latents, step.times) if given_frames is None else given_frames.inputs(latents, step.timestep)
     if negative is None or step.guidance_scale <= 1:
         return denoiser(*inputs, positive), guidance
+    if sampling is not None:
+
+        def predict(which: str) -> torch.Tensor:
+            cancel.check()
+            return denoiser(*inputs, negative if which == UNPROMPTED else positive, which=which)
+
+        return sampling.velocity(predict, latents, step.sigma, step.guidance_scale), guidance
     if guidance.difference is not None:
         conditional = denoiser(*inputs, positive)
         velocity = conditional + (step.guidance_scale - 1) * guidance.difference

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
@@ -17,11 +19,13 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.execution.components import Denoiser, VideoEncoder
+from runtime.core.sound import Sound
+from runtime.execution.components import Denoiser, StreamDenoiser, VideoEncoder
 from runtime.execution.offload import next_files, read_ahead
+from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
 from runtime.models.videos import open_video
 from runtime.pipeline.checkpoint import restore_scheduler
@@ -40,9 +44,11 @@ from runtime.pipeline.sampling import (
     resumable_after,
 )
 from runtime.pipeline.section_sampling import sections_of
+from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
 from runtime.video.reader import COLORS, read_video
+from runtime.video.recompression import recompressed
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
@@ -55,8 +61,11 @@ def encode_prompt(context: RunContext) -> Conditioning:
     if context.spec.section is not None:
         prompts = list(dict.fromkeys(section_prompts(plan.prompt, sections_of(plan, context.spec), plan.fps)))
     texts = [*prompts, plan.negative_prompt] if wants_guidance(plan) else prompts
-    by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
-    encoded = list(map(joined, zip(*by_encoder, strict=True)))
+    if CONNECTORS in plan.components:
+        encoded = _through_cache(context, CONNECTORS, texts, partial(_connect, context))
+    else:
+        by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
+        encoded = list(map(joined, zip(*by_encoder, strict=True)))
     negative = encoded.pop() if wants_guidance(plan) else None
     for encoding in encoded:
         _warn_of_text(context, encoding, "prompt")
@@ -69,26 +78,48 @@ def encode_prompt(context: RunContext) -> Conditioning:
 
 def _encode_texts(context: RunContext, name: str, texts: Sequence[str]) -> list[TextEncoding]:
     """Return what one text encoder makes of each text; from the prompt cache if it can."""
+    return _through_cache(context, name, texts, partial(_encode, context, name, whole=len(texts)))
+
+
+def _through_cache(
+    context: RunContext, name: str, texts: Sequence[str], compute: Callable[[Sequence[str]], list[TextEncoding]]
+) -> list[TextEncoding]:
+    """Return what a component makes of each text: from the prompt cache if it can, else from `compute`."""
     prompts, part = context.residency.prompts, context.plan.components[name]
     # Not with an engine: whether it is damaged is found only when it runs.
     cache = prompts if prompts is not None and not part.on_engine else None
-    stored = [None if cache is None else cache.find(context.spec, part, text, name) for text in texts]
-    encoded = [encoding for encoding in stored if encoding is not None]
-    if len(encoded) == len(texts):
+    encoded = {text: None if cache is None else cache.find(context.spec, part, text, name) for text in texts}
+    missing = [text for text, encoding in encoded.items() if encoding is None]
+    if not missing:
         context.begin_stage("encode", name)
-        return encoded
+    for text, computed in zip(missing, compute(missing) if missing else (), strict=True):
+        encoded[text] = computed
+        if cache is not None:
+            cache.keep(context.spec, part, text, computed, name)
+    return [encoding for text in texts if (encoding := encoded[text]) is not None]
+
+
+def _encode(context: RunContext, name: str, texts: Sequence[str], *, whole: int) -> list[TextEncoding]:
+    """Return what one text encoder makes of each text.
+
+    Args:
+        whole: the number of texts with those from the cache: the time of fewer is not that of all calls.
+    """
     context.current = ("load", name)
-    # With some texts from the cache, the time is not that of all calls.
-    measured = context.metrics.stage("encode") if encoded else context.metrics.encoder(name)
+    measured = context.metrics.encoder(name) if len(texts) == whole else context.metrics.stage("encode")
     with context.residency.text_encoder(context.spec, context, name) as encoder, measured:
         context.begin_stage("encode", name)
-        encoded = [
-            encoder.encode(text) if encoding is None else encoding for text, encoding in zip(texts, stored, strict=True)
-        ]
-    if cache is not None:
-        for text, encoding in zip(texts, encoded, strict=True):
-            cache.keep(context.spec, part, text, encoding, name)
-    return encoded
+        return [encoder.encode(text) for text in texts]
+
+
+def _connect(context: RunContext, texts: Sequence[str]) -> list[TextEncoding]:
+    """Return what the connectors make of each text; the states that they read are too large for the prompt cache."""
+    (name,) = context.spec.text_encoders
+    encoded = _encode(context, name, texts, whole=len(texts))
+    context.current = ("load", CONNECTORS)
+    with context.residency.text_connector(context.spec, context) as connect, context.metrics.encoder(CONNECTORS):
+        context.begin_stage("encode", CONNECTORS)
+        return [replace(encoding, embeds=connect(encoding.embeds)) for encoding in encoded]
 
 
 def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> None:
@@ -139,7 +170,9 @@ def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Im
 def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, images: Sequence[Image]) -> torch.Tensor:
     """Return the latents of a plan's images, see `GivenFrames.of`."""
     assert spec.image_input is not None
-    frames = 1 if spec.image_input.kind == "first_frame" else plan.frames
+    frames, crf = 1 if spec.image_input.kind == "first_frame" else plan.frames, spec.image_input.crf
+    if crf is not None:
+        images = [fromarray(recompressed(np.array(image), crf)) for image in images]
     return encoder.latents([pixels_of(image) for image in images], frames, plan.strategy.decode_tile)
 
 
@@ -206,12 +239,15 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
         sampling = context.record_step(0, latents, scheduler, Guidance.of(context.plan))
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
+    streams = StreamSampling.of(context.plan, context.spec)
 
     @contextmanager
     def open_expert(name: str) -> Iterator[Denoiser]:
         context.current = ("load", name)
         with context.residency.denoiser(context.spec, context, name) as denoiser:
             context.begin_stage("denoise", name)
+            if streams is not None:
+                cast("StreamDenoiser", denoiser).see(streams.streams, streams.guidance.skipping_blocks)
             loaded_parts = {
                 part
                 for part in context.plan.components
@@ -232,12 +268,13 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
             context.cancel,
             start=sampling.steps,
             guidance=sampling.guidance,
+            sampling=streams,
         )
         for done in remaining:
             number, resumable = done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
                 context.record_step(number, done.latents, scheduler, done.guidance)
-            preview = previews.of_latents(done.estimate)
+            preview = previews.of_latents(video_of(done.estimate, Streams.of(context.plan)))
             part = done.step.expert
             context.emit(StepDone(step=number, of=len(steps), seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
@@ -258,7 +295,8 @@ def decode_and_save(
     assert context.sampling is not None
     plan = context.plan
     previews.forget_frames()
-    decoded = DecodedColors(context.sampling.latents, context.spec.vae.scale_factor_temporal)
+    latents = video_of(context.sampling.latents, Streams.of(plan))
+    decoded = DecodedColors(latents, context.spec.vae.scale_factor_temporal)
     with VideoOutput(context, job_id, on_frames) as output, GrowingClip(context.folder, plan) as clip:
         context.current = ("load", "vae")
         with context.residency.video_decoder(context.spec, context) as decoder, context.metrics.stage("decode"):
@@ -266,7 +304,7 @@ def decode_and_save(
             written = 0
             chunks = decode(
                 decoder,
-                context.sampling.latents,
+                latents,
                 plan.strategy.decode_chunk,
                 context.cancel,
                 plan.strategy.decode_tile,
@@ -279,6 +317,23 @@ def decode_and_save(
                 playable, preview = clip.add(frames), previews.of_frames(frames, last=written == plan.frames)
                 context.emit(FramesDecoded(frames=written, of=plan.frames, playable=playable, preview=preview))
                 output.write(frames)
-        saved = output.finish()
+        saved = output.finish(decode_sound(context) if plan.sound and plan.sound_shape else None)
     previews.colors.learn(decoded)
     return saved
+
+
+def decode_sound(context: RunContext) -> Sound:
+    """Return the sound of the denoised latents."""
+    streams, sound = Streams.of(context.plan), context.spec.sound
+    assert context.sampling is not None
+    assert streams is not None
+    assert sound is not None
+    _, values = streams.split(context.sampling.latents)
+    for name in SOUND_DECODERS:
+        context.cancel.check_pause()
+        context.current = ("load", name)
+        measured = context.metrics.sound_decoder(name)
+        with context.residency.sound_decoder(context.spec, context, name) as decode_part, measured:
+            context.begin_stage("decode", name)
+            values = decode_part(values)
+    return Sound(values[0].cpu().numpy(), sound.rate)

@@ -127,6 +127,8 @@ def choose_attention(inputs: ForecastInputs) -> tuple[str, Fact]:
     requested = inputs.request.attention
     if requested not in {AUTO, "native"}:
         _check_attention(requested, inputs)
+    if "attention" in inputs.workload.spec.lacks:
+        return "native", Fact("planner.attention_of_family")
     if not is_sparse(requested):
         if requested != AUTO:
             return requested, Fact("planner.attention_asked", {"attention": requested})
@@ -147,6 +149,8 @@ def _check_attention(requested: str, inputs: ForecastInputs) -> None:
         code = "planner.attention_unavailable" if usable else "planner.attention_needs_gpu"
         raise MachineError(code, attention=requested, cause=against.fact)
     dtype, spec = _dtype(inputs), inputs.workload.spec
+    if "attention" in spec.lacks:
+        raise InvalidRequestError("attention", "family.option_unsupported", option=["attention"], model=spec.title)
     if DTYPE_BYTES[dtype] > DTYPE_BYTES["float16"]:
         raise InvalidRequestError(
             "attention", "planner.attention_needs_16bit", attention=requested, model=spec.title, dtype=dtype

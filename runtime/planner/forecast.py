@@ -16,7 +16,9 @@ from runtime.core.sparse_attention import BLOCK, TAU, exact_share
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import (
+    CONNECTORS,
     IMAGE_ENCODER,
+    SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
     attention_flops,
@@ -629,9 +631,9 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     rate, bandwidth, slower, is_known = _rates(machine.gpu_of(workload.device), dtype)
     operations = workload.flops(component, strategy.decode_tile)
     low, high = _KNOWN_GPU if is_known else _OTHER_GPU
-    if is_text_encoder(component) or component == IMAGE_ENCODER:
+    if is_text_encoder(component) or component in {CONNECTORS, IMAGE_ENCODER}:
         likely = operations / (_TEXT_SHARE * rate * slower)
-    elif component in {"vae", VAE_ENCODER}:
+    elif component in {"vae", VAE_ENCODER, *SOUND_DECODERS}:
         likely = operations / (_decoder_share(workload.spec, dtype, slower) * rate)
     else:
         spec = workload.spec.transformer

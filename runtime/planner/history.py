@@ -17,7 +17,7 @@ from runtime.core.request import OFF
 from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import placement
 from runtime.planner.memory_model import Workload, baseline_bytes, corrected, stages
 
@@ -128,7 +128,7 @@ def runs_of(
             continue
         largest = max(alike, key=lambda stage: stage.peak_bytes)
         # With several GPUs, memory that each process had allocated before the job is unknown.
-        measured = name if largest.stage == "encode" else largest.stage
+        measured = name if largest.stage == "encode" or name in SOUND_DECODERS else largest.stage
         peak = peaks.get(measured) if planned.split is None else None
         kind = Kind(
             device=placement.devices_name(device_name(machine, parts[0].device), planned.split, name),
@@ -168,6 +168,7 @@ def calls_of(
     expert_steps: Mapping[str, int],
     sections: int = 1,
     prompts: int = 1,
+    guidance_passes: int = 2,
 ) -> dict[str, float]:
     """Return the number of calls of each component for one clip.
 
@@ -175,21 +176,30 @@ def calls_of(
         steps: of each section, those that run.
         prompts: different ones of all sections.
         expert_steps: steps of each transformer that are computed; if empty, all are, divided evenly.
+        guidance_passes: passes of a step with guidance.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
         scales["transformer_2"] = guidance_scale_2
-    passes = {name: 2 if scale > 1 else 1 for name, scale in scales.items()}
+    guided = [name for name, scale in scales.items() if scale > 1]
+    passes = {name: guidance_passes if name in guided else 1 for name in scales}
     experts = {name: sections * count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
-    texts = dict.fromkeys(("text_encoder", "text_encoder_2"), prompts - 1 + max(passes.values()))
-    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": sections}
+    texts = dict.fromkeys(("text_encoder", "text_encoder_2", CONNECTORS), prompts + bool(guided))
+    sound = dict.fromkeys(SOUND_DECODERS, 1)
+    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": sections, **sound}
 
 
 def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
     """Return `calls_of` a plan."""
     computed = computed_steps(plan.step_cache, plan.expert_steps, plan.mag_ratios)
     return calls_of(
-        plan.denoising_steps, plan.guidance_scale, plan.guidance_scale_2, computed, plan.sections, plan.prompts
+        plan.denoising_steps,
+        plan.guidance_scale,
+        plan.guidance_scale_2,
+        computed,
+        plan.sections,
+        plan.prompts,
+        plan.guidance_passes,
     )
 
 

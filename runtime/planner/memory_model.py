@@ -12,7 +12,17 @@ from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize, Speed, Split, is_block_program
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, kind_of
 from runtime.core.tiles import times_decoded
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ImageInput, ModelSpec, is_text_encoder, is_transformer
+from runtime.models.spec import (
+    CONNECTORS,
+    IMAGE_ENCODER,
+    SOUND_DECODERS,
+    VAE_ENCODER,
+    ImageInput,
+    ModelSpec,
+    SoundPart,
+    is_text_encoder,
+    is_transformer,
+)
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -54,6 +64,8 @@ _SLACK_BYTES = 500_000_000
 _FLOAT32 = 4
 # Tensors of the size of an image's embeddings in a layer of CLIP, whose feed-forward is four times as wide.
 _IMAGE_TENSORS = 16
+# Tensors of the size of a text encoder's states while connectors read them.
+_CONNECTOR_TENSORS = 5
 # Tensors of the clip's length between block engines, besides the stream: queries, keys, values and attended values.
 _BLOCK_TENSORS = 4
 # Tensors of the clip's length that a step cache stores for each pass. First-block: the first block's output and
@@ -85,6 +97,7 @@ class Workload:
         working_sets: working sets of one call of a transformer: two for paired passes, one more for a CUDA graph.
         engines: of each component that has some, those that compute parts of blocks included.
         sections: how many sections the clip is made in.
+        sound_shape: (batch, channels, latents, bins) of the sound; `None` without.
     """
 
     spec: ModelSpec
@@ -102,6 +115,7 @@ class Workload:
     working_sets: int = 1
     engines: Mapping[str, tuple[EngineRef, ...]] = field(default_factory=dict)
     sections: int = 1
+    sound_shape: tuple[int, int, int, int] | None = None
 
     @classmethod
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
@@ -122,6 +136,7 @@ class Workload:
             cached_tensors=cached_tensors(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
             text_bytes=plan.speed.text_bytes,
             working_sets=working_sets(plan.speed),
+            sound_shape=plan.sound_shape,
         )
 
     @property
@@ -144,12 +159,24 @@ class Workload:
         uses = self.engines.get(component, ())
         return uses[-1].precision if uses and uses[-1].precision in DTYPE_BYTES else self.dtypes[component]
 
+    @property
+    def sound_latents(self) -> int:
+        """The latents of the sound; 0 without."""
+        return 0 if self.sound_shape is None else self.sound_shape[2]
+
+    def sound_part(self, component: str) -> SoundPart:
+        """Return what one of `SOUND_DECODERS` computes for each of them."""
+        assert self.spec.sound_latents is not None
+        return self.spec.sound_latents.parts[component]
+
     def context_bytes(self, components: Iterable[str]) -> int:
         """Return the memory of the engines' execution contexts: they share one buffer, as large as the largest."""
         return max((use.context_bytes for name in components for use in self.engines.get(name, ())), default=0)
 
     def flops(self, component: str, tile: int | None = None) -> float:
         """Return the operations of one call of a component; see `call_flops`."""
+        if component in SOUND_DECODERS:
+            return self.sound_latents * self.sound_part(component).flops
         frames, height, width = self.latent_shape[2:]
         return call_flops(self.spec, component, (self.decoded if component == "vae" else frames, height, width), tile)
 
@@ -161,8 +188,8 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
         latent: (frames, height, width) of the clip in latent units.
         tile: side of the tiles that the VAE decodes frames in, in latents; overlaps are decoded twice.
     """
-    if is_text_encoder(component):
-        return 2.0 * spec.parameters[component] * spec.encoders[component].max_tokens
+    if is_text_encoder(component) or component == CONNECTORS:
+        return 2.0 * spec.parameters[component] * spec.max_text_tokens(component)
     if component == IMAGE_ENCODER:
         return 2.0 * spec.parameters[component] * _image_input(spec).tokens
     if is_transformer(component):
@@ -211,7 +238,9 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
 
 def stage_of(component: str) -> str:
     """Return the stage in which a component runs."""
-    return "denoise" if is_transformer(component) else "decode" if component == "vae" else "encode"
+    if is_transformer(component):
+        return "denoise"
+    return "decode" if component == "vae" or component in SOUND_DECODERS else "encode"
 
 
 def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = "none") -> int:
@@ -226,19 +255,28 @@ def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = 
         widest = spec.transformer.width * inner * (DTYPE_BYTES[dtype] + _UNPACKING_BYTES)
     elif quantization != "none":
         widest = _QUANTIZED_WORKING[quantization] * tokens * inner
-    working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=spec.expand_timesteps)
+    given_first = spec.image is not None and spec.image_input is not None and spec.image_input.kind == "first_frame"
+    time_per_token = spec.expand_timesteps or given_first
+    working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=time_per_token)
     return working + widest
 
 
 def decode_chunk(
     spec: ModelSpec, latent_frames: int, height: int, width: int, dtype: str, device: str, free_bytes: int
 ) -> int:
-    """Return how many latent frames the VAE decodes in one call, within a quarter of free memory."""
+    """Return how many latent frames the VAE decodes in one call, within a quarter of free memory; or all of them."""
+    if "chunks" in spec.lacks:
+        return latent_frames
     chunk = min(_MAX_DECODE_CHUNK[device.partition(":")[0]], max(latent_frames - 1, 1))
     size = (height, width, DTYPE_BYTES[dtype])
     while chunk > 1 and spec.vae.decode_bytes(chunk, *size, cpu=device == "cpu") > _DECODE_SHARE * free_bytes:
         chunk -= 1
     return chunk
+
+
+def smallest_chunk(workload: Workload) -> int:
+    """Return the fewest latent frames that the VAE can decode in one call."""
+    return workload.decoded if "chunks" in workload.spec.lacks else 1
 
 
 def tile_sides(workload: Workload) -> list[int]:
@@ -368,7 +406,8 @@ def ram_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     processes = 1 if workload.split is None else 1 + len(workload.split.devices)
     clip = window_bytes(workload) + (0 if strategy.decode_tile is None else clip_bytes(workload))
     if strategy.offload != "none":
-        return _CUDA_PROCESS_BYTES + sum(in_pytorch.values()) + clip
+        alone = [size for name, size in in_pytorch.items() if name in strategy.freed]
+        return _CUDA_PROCESS_BYTES + max(sum(in_pytorch.values()) - sum(alone), *alone, 0) + clip
     return processes * _CUDA_PROCESS_BYTES + max(min(max(in_pytorch.values(), default=0), _SHARD_BYTES), clip)
 
 
@@ -403,13 +442,8 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
             embedding, layers = _streamed_bytes(workload, name)
             working = max(embedding, layers + working) - max(embedding, layers)
         return working
-    if name == IMAGE_ENCODER:
-        images = _image_input(spec)
-        return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
-    if name == VAE_ENCODER:
-        return _encode_bytes(workload, strategy)
-    if name == "vae":
-        return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
+    if not is_transformer(name):
+        return _part_bytes(workload, strategy, name, dtype)
     text_size = workload.text_bytes if strategy.offload in {"none", "model"} else 0
     guidance, sequence = (1, 1) if workload.split is None else (workload.split.guidance, workload.split.sequence)
     share = -(-workload.tokens // sequence)
@@ -428,6 +462,23 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
         return workload.working_sets * passes + text_size + cached
     exchanged = _EXCHANGE_TENSORS * share * spec.transformer.width * DTYPE_BYTES[dtype]
     return passes + text_size + cached + exchanged
+
+
+def _part_bytes(workload: Workload, strategy: MemoryStrategy, name: str, dtype: str) -> int:
+    """Return the working set of a component that is neither a text encoder nor a transformer."""
+    spec = workload.spec
+    if name == CONNECTORS:
+        encoder = spec.encoders["text_encoder"]
+        # The text encoder's states, the norms that they are divided by, and the results.
+        return _CONNECTOR_TENSORS * encoder.states * encoder.max_tokens * encoder.width * DTYPE_BYTES[dtype]
+    if name in SOUND_DECODERS:
+        return round(workload.sound_latents * workload.sound_part(name).values * DTYPE_BYTES[dtype])
+    if name == IMAGE_ENCODER:
+        images = _image_input(spec)
+        return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
+    if name == VAE_ENCODER:
+        return _encode_bytes(workload, strategy)
+    return decode_bytes(workload, strategy.decode_chunk, strategy.decode_tile)
 
 
 def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:

@@ -14,7 +14,7 @@ from runtime.core.plan import PYTORCH, ComponentPlan, Split
 from runtime.core.request import AUTO, GenerationRequest
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
-from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints
 from runtime.planner.choice.engine_offers import EngineOffer, refused
 
@@ -80,8 +80,8 @@ def place(spec: ModelSpec, machine: Machine, index: int, vae: str = AUTO) -> Pla
         # UMT5 overflows in float16; VAEs were not tested.
         dtypes = {name: "float16" if is_transformer(name) else _FULL for name in names}
         code = "planner.float16_on_gpu"
-    if IMAGE_ENCODER in dtypes:
-        dtypes[IMAGE_ENCODER] = _FULL  # as its authors run it
+    # As their authors run them.
+    dtypes |= dict.fromkeys({IMAGE_ENCODER, *SOUND_DECODERS} & {*names}, _FULL)
     uniform = vae == AUTO and dtypes["vae"] == dtypes["transformer"] == _FULL
     if vae != AUTO:
         dtypes |= dict.fromkeys({"vae", VAE_ENCODER} & {*names}, vae)

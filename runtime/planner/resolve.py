@@ -231,7 +231,15 @@ class _Settings:
             step_cache=step_cache,
             mag_ratios=mag_ratios,
             computed=computed,
-            calls=calls_of(steps - skipped, guidance, guidance_2, computed, spec.sections(frames), prompts),
+            calls=calls_of(
+                steps - skipped,
+                guidance,
+                guidance_2,
+                computed,
+                spec.sections(frames),
+                prompts,
+                spec.guidance_passes,
+            ),
         )
 
     @property
@@ -427,6 +435,8 @@ def _plan(
         seconds=chosen.seconds,
         strategies=decision.forecasts,
         warnings=(*_warnings(settings, request, spec), *warnings, *decision.warnings),
+        sound_shape=workload.sound_shape,
+        guidance_passes=spec.guidance_passes,
     )
 
 
@@ -512,6 +522,7 @@ def _workload(
         engines={name: offer.engines for name, offer in offers.items()},
         tokens=spec.tokens(frames, height, width),
         latent_shape=spec.latent_shape(frames, height, width),
+        sound_shape=None if spec.sound_latents is None else spec.sound_latents.shape(frames, settings.fps),
         sections=spec.sections(frames),
         height=height,
         width=width,

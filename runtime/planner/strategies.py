@@ -17,7 +17,7 @@ from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
 from runtime.core.request import AUTO, UPSCALER
 from runtime.core.tiles import times_decoded
 from runtime.models.quantization import FP8
-from runtime.models.spec import VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import CONNECTORS, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints, execution_options, forecast, memory_model
 from runtime.planner.choice.engine_offers import refused
 from runtime.planner.execution_options import with_less_memory
@@ -101,6 +101,21 @@ def options(inputs: ForecastInputs) -> list[StrategyCandidate]:
     return [*plain, *quantized, _option(inputs, Fact(_SEQUENTIAL[0]), _SEQUENTIAL[1])]
 
 
+def _with_text_alone(inputs: ForecastInputs, every: list[StrategyCandidate]) -> list[StrategyCandidate]:
+    """Return the strategies with one more, where RAM is short: the text encoder is not there with the transformers.
+
+    It is for clips that nothing else fits. Each job loads the transformers again; sections would in each.
+    """
+    workload = inputs.workload
+    group = next((option for option in every if option.settings == (_GROUP[1].offload, "none")), None)
+    if group is None or group.forecast.fits_ram or workload.sections > 1:
+        return every
+    spec = workload.spec
+    freed = tuple(name for name in spec.component_names if name in {*spec.text_encoders, CONNECTORS})
+    option = _option(inputs, Fact("strategy.offload_group_free_text"), _GROUP[1].replace(freed=freed))
+    return [*every, option]
+
+
 def _kinds(inputs: ForecastInputs) -> list[str]:
     """Return how the transformers' weights may be quantized.
 
@@ -126,6 +141,10 @@ def decide(inputs: ForecastInputs, offload: str, quantization: str, clip: Fact) 
     every = options(inputs)
     candidates = _asked(inputs, every, offload, quantization)
     chosen = _first(candidates)
+    if chosen is None:
+        every = _with_text_alone(inputs, every)
+        candidates = _asked(inputs, every, offload, quantization)
+        chosen = _first(candidates)
     if chosen is None:
         raise _refusal(inputs, every, candidates, clip)
     if chosen not in every:
@@ -280,12 +299,12 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> St
     # Decoding fewer frames per call costs little time, so it comes before other savings. Tiles cost more than freeing
     # components, so they are used only without `keep_loaded`.
     tiles = [] if strategy.keep_loaded else memory_model.tile_sides(inputs.workload)
-    fitted = strategy
+    fitted, chunk = strategy, memory_model.smallest_chunk(inputs.workload)
     memory = forecast.memory(inputs, fitted, computed)
     for tile in (None, *tiles):
         if _needs(tuple(stage for stage in memory if stage.component in {"vae", VAE_ENCODER})) <= usable:
             break
-        fitted = strategy.replace(decode_chunk=1, decode_tile=tile)
+        fitted = strategy.replace(decode_chunk=chunk, decode_tile=tile)
         memory = forecast.memory(inputs, fitted, computed)
     if fitted.decode_tile is not None:
         title = Fact("strategy.tiles", {"how": title, "side": _tile_pixels(inputs, fitted.decode_tile)})
@@ -480,13 +499,14 @@ def _smaller_decodes(plan: ExecutionPlan, workload: Workload, component: str) ->
     title = current.title
     if title.code in {"strategy.tiles", "strategy.frame_by_frame"}:
         title = title.data["how"]
-    if component == "vae" and strategy.decode_chunk > 1:
-        single = strategy.replace(decode_chunk=1)
+    chunk = memory_model.smallest_chunk(workload)
+    if component == "vae" and strategy.decode_chunk > chunk:
+        single = strategy.replace(decode_chunk=chunk)
         forecasts.append(current.replace(strategy=single, title=Fact("strategy.frame_by_frame", {"how": title})))
     scale = workload.spec.vae.scale_factor_spatial
     for tile in memory_model.tile_sides(workload):
         if strategy.decode_tile is None or tile < strategy.decode_tile:
-            tiled = strategy.replace(decode_chunk=1, decode_tile=tile)
+            tiled = strategy.replace(decode_chunk=chunk, decode_tile=tile)
             tiled_title = Fact("strategy.tiles", {"how": title, "side": tile * scale})
             forecasts.append(current.replace(strategy=tiled, title=tiled_title))
     return forecasts

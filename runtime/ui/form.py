@@ -280,6 +280,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("guidance_cache", not spec.embedded_guidance),
             ("guidance_scale_2", spec.experts > 1),
             ("compile", "compiled" not in spec.lacks),
+            ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
         )
         if not there

@@ -191,7 +191,7 @@ def test_a_plan_refused_for_memory_shows_all_strategies(
     *_, what, remedy = text.strip().splitlines()
     assert what == f"Error: {result['error']['what']}"
     assert remedy == f"To do: {result['error']['remedy']}"
-    assert len(result["ladder"]) == (9 if with_gpu else 2)
+    assert len(result["ladder"]) == (10 if with_gpu else 2)
     for strategy in result["ladder"]:
         assert not strategy["taken"] and strategy["peak_bytes"] > 0
     where = "video memory" if with_gpu else "memory"

@@ -153,9 +153,15 @@ def test_every_variable_is_in_the_docs(name: str) -> None:
     [
         ((False, False, False), {}),
         ((True, False, False), dict.fromkeys(COMPONENTS, "tensorrt")),
-        ((True, True, False), dict.fromkeys(("text_encoder", "text_encoder_2", "image_encoder"), "tensorrt")),
+        (
+            (True, True, False),
+            dict.fromkeys(("text_encoder", "text_encoder_2", "connectors", "image_encoder"), "tensorrt"),
+        ),
         ((True, False, True), {"transformer": "tensorrt", "transformer_2": "tensorrt"}),
-        ((True, True, True), dict.fromkeys({*COMPONENTS} - {"vae_encoder", "vae", "upscaler"}, "tensorrt")),
+        (
+            (True, True, True),
+            dict.fromkeys({*COMPONENTS} - {"vae_encoder", "vae", "audio_vae", "vocoder", "upscaler"}, "tensorrt"),
+        ),
     ],
 )
 def test_launch_flags_preset_backends(tmp_path: Path, flags: tuple[bool, bool, bool], backends: dict[str, str]) -> None:

@@ -30,8 +30,8 @@ from tests.image_files import picture
 from tests.pipeline.runs import events_of
 from tests.pipeline.test_parity import sample
 from tests.pipeline.test_run import frames_of
-from tests.plans import gpu, machine
-from tests.tiny_models import IN_JOBS
+from tests.plans import gpu, machine, tiny_plan
+from tests.tiny_models import IN_JOBS, LTX2_ARCHITECTURES
 
 ENGINE = EngineRef(id="1", program="vae_next", builder="b", precision="float32", profile=((1, 8, 8),) * 3)
 
@@ -301,3 +301,23 @@ def test_weights_are_on_the_device_when_a_section_is_made(tmp_path: Path, readin
         frames, waiting = made(plan.strategy.replace(offload=offload, keep_loaded=False))
         assert waiting > 50
         assert frames == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_weights_are_on_the_device_when_video_and_sound_are_made(
+    architecture: str, tiny: Callable[[str], ModelSpec], tmp_path: Path, reading: Reading
+) -> None:
+    spec = tiny(architecture)
+    plan = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64, steps=2)
+    frames = []
+    for offload in ("none", "model", "group", "sequential"):
+        reading.away.clear()
+        with Residency() as residency:
+            strategy = plan.strategy.replace(offload=offload, keep_loaded=offload == "none")
+            events = events_of(plan.replace(strategy=strategy), spec, residency)
+            waiting = len(reading.away)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        frames.append(frames_of(plan.output))
+        assert (waiting > 50) == (offload in {"group", "sequential"})
+    assert all(made == frames[0] for made in frames)

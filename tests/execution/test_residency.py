@@ -112,6 +112,34 @@ def test_offloaded_weights_are_read_from_disk_once(offload: str, tiny: Tiny, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["wan2.2-a14b", "ltx-2.3"])
+def test_a_text_encoder_that_is_freed_is_alone_in_ram(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny(architecture)
+    freed = tuple(name for name in spec.component_names if name in {"text_encoder", "connectors"})
+    plan = with_strategy(offloaded(spec, tmp_path / "x.mp4", "group"), freed=freed)
+    beside: list[tuple[str | None, list[str]]] = []
+    events: list[Event] = []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StageStarted) and event.stage == "load":
+            loaded = [name for name in plan.components if residency.is_loaded(spec, plan, name)]
+            beside.append((event.part, loaded))
+
+    with Residency() as residency:
+        wanted = offloaded(spec, tmp_path / "wanted.mp4", "none")
+        run_job(wanted, spec, events.append, Cancel(), residency)
+        for _ in range(2):
+            beside.clear()
+            run_job(plan, spec, emit, Cancel(), residency)
+            assert isinstance(events[-1], VideoSaved), events[-1]
+            assert frames_of(Path(events[-1].video)) == frames_of(tmp_path / "wanted.mp4")
+            assert dict(beside).items() >= {name: [] for name in freed}.items()
+            held = [name for name in plan.components if residency.is_loaded(spec, plan, name)]
+            assert held == [name for name in plan.components if name not in freed]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", *OFFLOADS])
 def test_freeing_leaves_no_weights(offload: str, tiny: Tiny, tmp_path: Path) -> None:
     spec = tiny("wan2.1")

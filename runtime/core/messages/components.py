@@ -5,11 +5,14 @@ from collections.abc import Collection, Mapping
 TITLES: Mapping[str, str] = {
     "text_encoder": "Text encoder",
     "text_encoder_2": "Second text encoder",
+    "connectors": "Text connectors",
     "image_encoder": "Image encoder",
     "vae_encoder": "VAE encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
     "vae": "VAE decoder",
+    "audio_vae": "Sound decoder",
+    "vocoder": "Vocoder",
     "frame_decoder": "Frame decoder",
     "upscaler": "Upscaler",
 }

@@ -51,6 +51,10 @@ MESSAGES: Mapping[str, Message] = {
         "{model} is a {pipeline}, which Tandem does not support.",
         "Choose a folder whose model_index.json names {supported:list}.",
     ),
+    "model.text_encoder_unknown": Message(
+        "{model} reads prompts with {kind}, which Tandem does not support; models of its family have {known!r}.",
+        "Choose another model.",
+    ),
     "model.no_frame_decoder": Message(
         "{model} makes videos; it is not a decoder of single frames.",
         "Choose a folder with the config.json and the weights of an AutoencoderDC or an OWL decoder, or {names:list}.",

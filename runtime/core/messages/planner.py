@@ -378,6 +378,7 @@ _REASONS: Mapping[str, Message] = {
         "{exact:kernel}: sparse attention is used from {least} tokens on, and this video has {tokens}."
     ),
     "planner.attention_on_cpu": Message("PyTorch's own attention, on the CPU."),
+    "planner.attention_of_family": Message("PyTorch's own attention, the only one of this family."),
     "planner.attention_dtype": Message("PyTorch's own attention: others do not support {dtype}."),
     "planner.attention_measured": Message("{attention:kernel}, the fastest: {seconds:latencies}, {basis:badge}."),
     "planner.attention_by_rule": Message(
@@ -495,6 +496,7 @@ _STRATEGIES: Mapping[str, Message] = {
     "strategy.one_at_a_time": Message("One component at a time."),
     "strategy.offload_model": Message("Components offloaded to RAM."),
     "strategy.offload_group": Message("Blocks offloaded to RAM."),
+    "strategy.offload_group_free_text": Message("Blocks offloaded to RAM, text encoder freed after the prompt."),
     "strategy.offload_sequential": Message("Layers offloaded to RAM."),
     "strategy.quantized": Message("Transformers with {quantization:weights}, {how:clause}."),
     "strategy.tiles": Message("{how:sentence}, decoding in tiles of {side}x{side}."),

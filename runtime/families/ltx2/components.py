@@ -1,0 +1,101 @@
+"""LTX-2's components in PyTorch, for `execution.components`. None is exported to an engine."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_ltx2 import AutoencoderKLLTX2Video
+from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderKLLTX2Audio
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
+
+from runtime.core.plan import EAGER, Speed
+from runtime.execution.components import SoundDecoder, StripDecoder
+from runtime.execution.image_encoder import ImageEncoder, ImageModel
+from runtime.execution.text_encoder import TextEncoder, TextModel
+from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
+from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
+from runtime.families.ltx2.vae import PyTorchImageEncoder, PyTorchSpectrumDecoder, PyTorchVideoDecoder, PyTorchVocoder
+from runtime.models.spec import ModelSpec
+
+
+class Vocoder(ModelMixin):
+    """The class that a vocoder's configuration names: LTX-2.3's has a bandwidth extension."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Any:
+        """Return a vocoder of that class."""
+        kinds = {kind.__name__: kind for kind in (LTX2Vocoder, LTX2VocoderWithBWE)}
+        return kinds[config["_class_name"]].from_config(config)
+
+
+MODULES: Mapping[str, Any] = {
+    "text_encoder": GemmaStates,
+    "connectors": LTX2TextConnectors,
+    "vae_encoder": AutoencoderKLLTX2Video,
+    "transformer": LTX2VideoTransformer3DModel,
+    "vae": AutoencoderKLLTX2Video,
+    "audio_vae": AutoencoderKLLTX2Audio,
+    "vocoder": Vocoder,
+}
+
+
+def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -> TextEncoder:
+    """See `execution.components.Components`."""
+    del name
+    return GemmaEncoder(tokenizer, model, spec.max_sequence_length)
+
+
+def text_connector(module: torch.nn.Module, device: str | torch.device) -> PyTorchConnectors:
+    """See `execution.components.Components`."""
+    return PyTorchConnectors(module, device)
+
+
+def sound_decoder(name: str, module: torch.nn.Module, device: str | torch.device) -> SoundDecoder:
+    """See `execution.components.Components`."""
+    return PyTorchVocoder(module, device) if name == "vocoder" else PyTorchSpectrumDecoder(module, device)
+
+
+def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchStreamDenoiser:
+    """See `execution.components.Components`."""
+    del speed
+    return PyTorchStreamDenoiser(module)
+
+
+def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:
+    """See `execution.components.Components`."""
+    return PyTorchVideoDecoder(module, device)
+
+
+def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchImageEncoder:
+    """See `execution.components.Components`; no model of the family takes videos."""
+    return PyTorchImageEncoder(module, device)
+
+
+def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:
+    """No model of the family attends to images."""
+    raise AssertionError(processor, model)
+
+
+def image_model(module: torch.nn.Module, device: str | torch.device) -> ImageModel:
+    """No model of the family attends to images."""
+    raise AssertionError(module, device)
+
+
+def strip_decoder(
+    module: torch.nn.Module, device: str | torch.device, number: int, count: int, speed: Speed
+) -> StripDecoder:
+    """One GPU decodes: the spec lacks strips."""
+    raise AssertionError(module, device, number, count, speed)
+
+
+def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
+    """One GPU denoises: the spec does not support several."""
+    raise AssertionError(module, tokens)
+
+
+def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """The spec has no programs."""
+    raise AssertionError(spec, program, load)

@@ -1,0 +1,245 @@
+"""LTX-2 from the command line and through `run_job`: videos, sound, the prompt cache, checkpoints and refusals."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.cli.main import run
+from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.sound import Sound
+from runtime.execution.residency import Residency
+from runtime.execution.streams import Streams
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_module
+from runtime.pipeline import stages
+from runtime.pipeline.checkpoint import CheckpointFolder
+from tests.families.test_second_family import frames
+from tests.image_files import saved
+from tests.models.hub import of_folder, served
+from tests.pipeline.runs import events_of
+from tests.plans import tiny_plan
+from tests.sounds import sound_in
+from tests.tiny_models import LTX2_ARCHITECTURES
+
+SIZE = ("--width", "96", "--height", "64", "--frames", "9", "--steps", "3", "--seed", "3", "--fps", "8")
+Tiny = Callable[[str], ModelSpec]
+Command = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Return a function that runs a command and returns its exit code and JSON."""
+
+    def made(*arguments: str) -> tuple[int, dict[str, Any]]:
+        code = run([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return made
+
+
+@pytest.fixture
+def sounds(monkeypatch: pytest.MonkeyPatch) -> list[Sound]:
+    """Return the list of sounds that jobs decode from now on."""
+    decoded, decode = [], stages.decode_sound
+
+    def recorded(context: Any) -> Sound:
+        decoded.append(decode(context))
+        return decoded[-1]
+
+    monkeypatch.setattr(stages, "decode_sound", recorded)
+    return decoded
+
+
+def test_a_job_makes_a_video_and_takes_the_embeddings_from_the_cache(
+    command: Command, tiny: Tiny, cache_dir: Path, tmp_path: Path
+) -> None:
+    model, pixels = str(tiny("ltx-2.3").directory), []
+    for number in range(2):
+        out = str(tmp_path / f"{number}.mp4")
+        code, made = command("generate", "a red boat", "--model", model, *SIZE, "--out", out)
+        assert code == 0, made
+        pixels.append(frames(out))
+        # Of the prompt and of the negative prompt; the text encoder's states are not stored.
+        assert len(list((cache_dir / "prompts").glob("*.safetensors"))) == 2
+    assert list(made["plan"]["components"]) == [
+        "text_encoder",
+        "connectors",
+        "transformer",
+        "vae",
+        "audio_vae",
+        "vocoder",
+    ]
+    assert {part["backend"] for part in made["plan"]["components"].values()} == {"pytorch"}
+    assert pixels[0] == pixels[1]
+    assert len(pixels[0]) == 9 * 64 * 96 * 3
+    assert len(set(pixels[0])) > 16
+
+
+def test_a_video_starts_from_an_image(command: Command, tiny: Tiny, tmp_path: Path) -> None:
+    model, out = str(tiny("ltx-2").directory), str(tmp_path / "x.mp4")
+    image = str(saved(tmp_path / "image.png", 96, 64))
+    code, made = command("generate", "a", "--model", model, *SIZE, "--image", image, "--out", out)
+    assert code == 0, made
+    assert list(made["plan"]["components"])[:4] == ["text_encoder", "connectors", "vae_encoder", "transformer"]
+    refused, made = command("plan", "a", "--model", model, *SIZE, "--image", image, "--last-image", image)
+    assert (refused, made["error"]["data"].get("model")) == (2, "ltx-2")
+
+
+def test_a_model_is_downloaded_by_its_name(
+    command: Command, tiny: Tiny, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with served() as hub:
+        monkeypatch.setenv("TANDEM_HUB", hub.address)
+        hub.repositories["diffusers/LTX-2.3-Diffusers"] = of_folder(tiny("ltx-2.3").directory)
+        code, made = command("models", "download", "ltx-2.3", "--yes")
+    assert code == 0, made
+    assert Path(made["folder"]) == cache_dir.resolve() / "weights" / "LTX-2.3-Diffusers"
+    assert command("generate", "a", "--model", "ltx-2.3", *SIZE, "--out", str(tmp_path / "1.mp4"))[0] == 0
+
+
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_the_sound_is_as_long_as_the_video(architecture: str, tiny: Tiny, tmp_path: Path, sounds: list[Sound]) -> None:
+    spec = tiny(architecture)
+    plan = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64, frames=17)
+    with Residency() as residency:
+        events = events_of(plan, spec, residency)
+    assert isinstance(events[-1], VideoSaved), events[-1]
+    (sound,) = sounds
+    assert spec.sound is not None
+    assert (sound.rate, len(sound.samples)) == (spec.sound.rate, 2)
+    assert sound.samples.dtype == np.float32
+    # A spectrogram of a few latents lacks 3 of its frames, of 10 ms.
+    assert sound.samples.shape[1] / sound.rate == pytest.approx(17 / 8, abs=0.05)
+    (kind, track) = sound_in(plan.output) or ("", None)
+    assert kind == "aac"
+    assert track is not None
+    # The file's sound is as long as its frames.
+    assert track.samples.shape[1] / track.rate == pytest.approx(17 / 8, abs=0.05)
+    parts = [event.part for event in events if isinstance(event, StageStarted) and event.stage == "decode"]
+    assert parts == ["vae", "audio_vae", "vocoder"]
+
+
+def test_without_sound_its_decoders_are_not_loaded(tiny: Tiny, tmp_path: Path, sounds: list[Sound]) -> None:
+    spec = tiny("ltx-2.3")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64)
+    assert plan.sound
+    with Residency() as residency:
+        loud = events_of(plan, spec, residency)
+        pixels = frames(str(plan.output))
+    silent = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64, sound="off")
+    with Residency() as residency:
+        events = events_of(silent, spec, residency)
+    assert isinstance(loud[-1], VideoSaved)
+    assert isinstance(events[-1], VideoSaved)
+    assert not any(isinstance(event, StageStarted) and event.part in {"audio_vae", "vocoder"} for event in events)
+    assert len(sounds) == 1
+    assert sound_in(plan.output) is None
+    # The streams attend to each other, whether the sound is decoded or not.
+    assert frames(str(plan.output)) == pixels
+
+
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_a_paused_job_resumes_to_the_same_video_and_sound(
+    architecture: str, tiny: Tiny, tmp_path: Path, sounds: list[Sound]
+) -> None:
+    spec, out = tiny(architecture), tmp_path / "x.mp4"
+    plan = tiny_plan(spec, out, negative_prompt="blue ball", width=96, height=64)
+    with Residency() as residency:
+        assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
+        wanted = frames(str(out))
+        out.unlink()
+        folder = CheckpointFolder(tmp_path / "job")
+        first = events_of(
+            plan, spec, residency, pause_at=lambda e: isinstance(e, StepDone) and e.step == 2, checkpoints=folder
+        )
+        assert first[-1] == Paused(step=2, of=4)
+        again = events_of(plan, spec, residency, checkpoints=CheckpointFolder(tmp_path / "job"))
+    assert Resumed(step=2, of=4) in again
+    assert [event.step for event in again if isinstance(event, StepDone)] == [3, 4]
+    assert frames(str(out)) == wanted
+    assert np.array_equal(sounds[0].samples, sounds[1].samples)
+
+
+def test_a_checkpoint_is_of_one_frame_rate(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("ltx-2")
+    with Residency() as residency:
+        for fps in (8, 16):
+            plan = tiny_plan(spec, tmp_path / "x.mp4", fps=fps, width=96, height=64)
+            events = events_of(
+                plan,
+                spec,
+                residency,
+                pause_at=lambda event: isinstance(event, StepDone) and event.step == 2,
+                checkpoints=CheckpointFolder(tmp_path / "job"),
+            )
+            assert not any(isinstance(event, Resumed) for event in events)
+
+
+def test_nan_in_one_stream_ends_the_job(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("ltx-2")
+    plan = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64)
+
+    def damaged(layer: str) -> Residency:
+        def load(spec: ModelSpec, name: str, part: Any, device: str | None) -> torch.nn.Module:
+            module = load_module(spec, name, part, device)
+            if layer and name == layer.partition(".")[0]:
+                torch.nn.init.constant_(module.get_parameter(f"{layer.partition('.')[2]}.bias"), float("nan"))
+            return module
+
+        return Residency(load=load)
+
+    for layer, code in (
+        ("transformer.audio_proj_out", "pipeline.not_finite"),
+        ("transformer.proj_out", "pipeline.not_finite"),
+    ):
+        with damaged(layer) as residency:
+            failed = events_of(plan, spec, residency)[-1]
+        assert isinstance(failed, Failed)
+        assert failed.fact.code == code, layer
+        assert not plan.output.exists()
+
+
+def test_options_that_the_family_lacks_are_refused(command: Command, tiny: Tiny, subtests: pytest.Subtests) -> None:
+    model = str(tiny("ltx-2").directory)
+    for option in (
+        ("--step-cache", "first-block:0.1"),
+        ("--guidance-cache", "0.05"),
+        ("--gpus", "2"),
+        ("--compile", "always"),
+        ("--shift", "3"),
+    ):
+        with subtests.test(option=option):
+            assert command("plan", "a", "--model", model, *SIZE, *option)[0] == 2
+    _, made = command("plan", "a", "--model", model, *SIZE, "--backend", "all=onnxruntime")
+    assert {part["backend"] for part in made["plan"]["components"].values()} == {"pytorch"}
+
+
+def test_parameters_are_those_of_the_files(tiny: Tiny, tmp_path: Path) -> None:
+    for architecture in LTX2_ARCHITECTURES:
+        spec = tiny(architecture)
+        plan = tiny_plan(replace(spec, image=None), tmp_path / "x.mp4", width=96, height=64)
+
+        def loaded(name: str, spec: ModelSpec = spec, plan: Any = plan) -> int:
+            module = load_module(spec, name, plan.components[name])
+            state = module.state_dict()
+            return sum(weight.numel() for weight in state.values())
+
+        # Images are not read by the text encoder, so those parts are not loaded.
+        assert {name: loaded(name) for name in plan.components} == {
+            name: count for name, count in spec.parameters.items() if name in plan.components
+        }
+
+
+def test_streams_are_joined_and_split() -> None:
+    streams = Streams((1, 2, 3, 4, 5), (1, 2, 7, 3), 24.0)
+    video, sound = torch.randn(streams.video), torch.randn(streams.sound)
+    again = streams.split(streams.join(video, sound))
+    assert torch.equal(again[0], video)
+    assert torch.equal(again[1], sound)

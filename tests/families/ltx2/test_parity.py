@@ -1,0 +1,219 @@
+"""LTX-2 against diffusers' pipelines: same seed, same latents of video and sound, same frames and samples."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+from diffusers import LTX2ImageToVideoPipeline, LTX2Pipeline
+from diffusers.models.transformers.transformer_ltx2 import LTX2PerturbedAttnProcessor
+from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, DISTILLED_SIGMA_VALUES
+
+from runtime.core.cancel import Cancel
+from runtime.core.plan import ExecutionPlan
+from runtime.execution.components import Denoiser, StreamDenoiser
+from runtime.execution.residency import Residency
+from runtime.families.ltx2.spec import DISTILLED_LEVELS
+from runtime.models.images import find_image
+from runtime.models.registry import read_spec
+from runtime.models.spec import SOUND_DECODERS, ModelSpec, StreamGuidance
+from runtime.models.weights import load_scheduler
+from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.stages import image_latents, images_of
+from runtime.pipeline.stream_guidance import StreamSampling
+from tests.image_files import saved
+from tests.plans import Alone, tiny_plan
+from tests.tiny_models import LTX2_ARCHITECTURES
+
+Tiny = Callable[[str], ModelSpec]
+# Of each kind alone and all together; each stream has its own scales.
+KINDS = {
+    "none": (1.0, StreamGuidance(sound_scale=1.0)),
+    "classifier-free": (4.0, StreamGuidance(sound_scale=6.0)),
+    "skipping": (1.5, StreamGuidance(sound_scale=1.5, skipped=(1.0, 0.5), skipping_blocks=(1,))),
+    "isolating": (1.5, StreamGuidance(sound_scale=1.5, isolated=(3.0, 2.0))),
+    "rescaled": (4.0, StreamGuidance(sound_scale=6.0, rescaled=(0.7, 0.4))),
+    "all": (
+        3.0,
+        StreamGuidance(
+            sound_scale=7.0, skipped=(1.0, 0.5), skipping_blocks=(0, 1), isolated=(3.0, 2.0), rescaled=(0.7, 0.4)
+        ),
+    ),
+}
+
+
+class Made(NamedTuple):
+    """Latents of both streams, normalised; frames in 8 bits; samples of the sound."""
+
+    video: torch.Tensor
+    sound: torch.Tensor
+    frames: np.ndarray
+    samples: torch.Tensor
+
+
+def make(spec: ModelSpec, plan: ExecutionPlan) -> Made:
+    """Return what a plan makes."""
+    job, sampling = Alone(plan), StreamSampling.of(plan, spec)
+    assert sampling is not None
+    with Residency() as residency:
+
+        def embeds(text: str) -> torch.Tensor:
+            with residency.text_encoder(spec, job) as encoder:
+                states = encoder.encode(text).embeds
+            with residency.text_connector(spec, job) as connect:
+                return connect(states)
+
+        @contextmanager
+        def expert(name: str) -> Iterator[Denoiser]:
+            with residency.denoiser(spec, job, name) as denoiser:
+                cast("StreamDenoiser", denoiser).see(sampling.streams, sampling.guidance.skipping_blocks)
+                yield denoiser
+
+        given = None
+        if plan.image is not None:
+            with residency.video_encoder(spec, job) as vae:
+                given = GivenFrames.of(spec, image_latents(vae, spec, plan, images_of(plan)), 1)
+        scheduler = load_scheduler(spec, plan.shift)
+        latents = get_noise(plan)
+        steps = get_schedule(plan, scheduler, None, spec.noise.sigmas(plan.steps), spec.noise.by_size)
+        negative = embeds(plan.negative_prompt) if plan.guidance_scale > 1 else None
+        conditioning = Conditioning(embeds(plan.prompt), negative, given)
+        for done in denoise(latents, steps, scheduler, conditioning, expert, Cancel(), sampling=sampling):
+            latents = done.latents
+        video, values = sound = sampling.streams.split(latents)
+        with residency.video_decoder(spec, job) as decoder:
+            frames = torch.cat(list(decode(decoder, video, plan.strategy.decode_chunk, Cancel()))).numpy()
+        for name in SOUND_DECODERS:
+            with residency.sound_decoder(spec, job, name) as decode_sound:
+                values = decode_sound(values)
+        return Made(*sound, frames, values)
+
+
+def by_pipeline(spec: ModelSpec, plan: ExecutionPlan, guidance: StreamGuidance, **more: Any) -> Made:
+    """Return what diffusers makes of a plan."""
+    kind: Any = LTX2Pipeline if plan.image is None else LTX2ImageToVideoPipeline
+    pipeline = kind.from_pretrained(spec.directory, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    for block in pipeline.transformer.transformer_blocks:
+        block.perturbed_attn = True
+        block.attn1.set_processor(LTX2PerturbedAttnProcessor())
+        block.audio_attn1.set_processor(LTX2PerturbedAttnProcessor())
+    options: dict[str, Any] = {
+        "prompt": plan.prompt,
+        "negative_prompt": plan.negative_prompt,
+        "width": plan.width,
+        "height": plan.height,
+        "num_frames": plan.frames,
+        "frame_rate": float(plan.fps),
+        "num_inference_steps": plan.steps,
+        "guidance_scale": plan.guidance_scale,
+        "audio_guidance_scale": guidance.sound_scale,
+        "spatio_temporal_guidance_blocks": list(guidance.skipping_blocks),
+        "use_cross_timestep": spec.transformer.modulated_text,  # type: ignore[attr-defined]
+        "return_dict": False,
+        **more,
+    }
+    for name, pair in (("stg_scale", "skipped"), ("modality_scale", "isolated"), ("guidance_rescale", "rescaled")):
+        options[name], options[f"audio_{name}"] = getattr(guidance, pair)
+    if plan.image is not None:
+        options |= {"image": images_of(plan)[0], "image_crf": 0}
+
+    def run(output_type: str) -> Any:
+        return pipeline(**options, generator=torch.Generator("cpu").manual_seed(plan.seed), output_type=output_type)
+
+    video, sound = run("latent")
+    frames, samples = run("np")
+    vae, audio_vae = pipeline.vae, pipeline.audio_vae
+    shape = (1, -1, 1, 1, 1)
+    video = (video - vae.latents_mean.view(shape)) / vae.latents_std.view(shape)
+    flat = sound.transpose(1, 2).flatten(2)
+    flat = (flat - audio_vae.latents_mean) / audio_vae.latents_std
+    sound = flat.unflatten(2, (sound.shape[1], -1)).transpose(1, 2)
+    return Made(video, sound, frames[0], samples)
+
+
+def assert_equal(made: Made, wanted: Made) -> None:
+    """Compare all that was made."""
+    for name in ("video", "sound", "samples"):
+        ours, theirs = getattr(made, name), getattr(wanted, name)
+        assert ours.shape == theirs.shape
+        assert theirs.std() > 1e-3
+        assert abs(ours - theirs).max() < 1e-4, name
+    assert made.frames.shape == wanted.frames.shape
+    assert np.abs(made.frames / 255.0 - wanted.frames).max() < 0.6 / 255
+
+
+def with_guidance(spec: ModelSpec, guidance: StreamGuidance) -> ModelSpec:
+    """Return a model with other guidance."""
+    assert spec.sound is not None
+    assert spec.sound.latents is not None
+    return replace(spec, sound=replace(spec.sound, latents=replace(spec.sound.latents, guidance=guidance)))
+
+
+def planned(spec: ModelSpec, scale: float, folder: Path, **more: object) -> ExecutionPlan:
+    """Return the plan of a short clip of 3 × 2 × 3 latents."""
+    fields = {"negative_prompt": "blue ball", "guidance_scale": scale, "width": 96, "height": 64, "frames": 17}
+    return tiny_plan(spec, folder / "x.mp4", **fields, **more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_video_and_sound_equal_the_pipelines(architecture: str, kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    scale, guidance = KINDS[kind]
+    spec = with_guidance(tiny(architecture), guidance)
+    plan = planned(spec, scale, tmp_path)
+    assert_equal(make(spec, plan), by_pipeline(spec, plan, guidance))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "all"])
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_a_video_from_an_image_equals_the_pipelines(architecture: str, kind: str, tiny: Tiny, tmp_path: Path) -> None:
+    scale, guidance = KINDS[kind]
+    use = find_image(str(saved(tmp_path / "image.png", 96, 64)), "image", None, keep=False)
+    spec = replace(with_guidance(tiny(architecture), guidance), image=use)
+    assert spec.image_input is not None
+    assert spec.image_input.crf == DEFAULT_IMAGE_CRF
+    # diffusers compresses with a package that is not installed.
+    spec = replace(spec, image_input=replace(spec.image_input, crf=None))
+    plan = planned(spec, scale, tmp_path, image=str(use.path))
+    assert_equal(make(spec, plan), by_pipeline(spec, plan, guidance))
+
+
+@pytest.mark.slow
+def test_a_distilled_models_noise_levels_are_the_pipelines(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("ltx-2.3").directory, folder)
+    file = folder / "scheduler" / "scheduler_config.json"
+    config = {"use_dynamic_shifting": False, "shift_terminal": None}
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    spec = read_spec(folder, "distilled")
+    assert (spec.defaults.steps, spec.defaults.guidance_scale) == (8, 1.0)
+    plan = planned(spec, 1.0, tmp_path, steps=8)
+    _, guidance = KINDS["none"]
+    assert (*DISTILLED_SIGMA_VALUES,) == DISTILLED_LEVELS
+    assert_equal(make(spec, plan), by_pipeline(spec, plan, guidance, sigmas=DISTILLED_SIGMA_VALUES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_every_input_changes_both_streams(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+    """So that the comparisons with the pipelines would notice an input that neither uses."""
+    spec = tiny(architecture)
+    first = make(spec, planned(spec, 3.0, tmp_path))
+    values: list[dict[str, object]] = [{"prompt": "blue ball"}, {"fps": 16}, {"seed": 4}]
+    for one in values:
+        other = make(spec, planned(spec, 3.0, tmp_path, **one))
+        assert abs(first.video - other.video).max() > 1e-3, one
+        assert first.sound.shape != other.sound.shape or abs(first.sound - other.sound).max() > 1e-3, one
+    for kind in KINDS.values():
+        other = make(with_guidance(spec, kind[1]), planned(spec, 3.0, tmp_path))
+        assert abs(first.video - other.video).max() > 1e-3, kind
+        assert abs(first.sound - other.sound).max() > 1e-3, kind
