@@ -46,8 +46,8 @@ def sidecar(factors: list[list[float]], bias: list[float]) -> dict[str, object]:
     """What tandem.json holds: what diffusers' configs have no place for."""
     return {
         "title": "Diorama", "version": VERSION, "license": "Apache-2.0", "about": ABOUT, "defaults": DEFAULTS,
-        "sizes": SIZES, "frame_counts": FRAME_COUNTS, "from_images": True, "latent_rgb_factors": factors,
-        "latent_rgb_bias": bias, "words": WORDS,
+        "sizes": SIZES, "frame_counts": FRAME_COUNTS, "from_images": True, "interpolates": True,
+        "latent_rgb_factors": factors, "latent_rgb_bias": bias, "words": WORDS,
     }  # fmt: skip
 
 
