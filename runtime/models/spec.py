@@ -442,6 +442,7 @@ class ModelSpec:
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
         upscaler: what enlarges the frames of one request, see `models.requested.with_upscaler`.
         noise: where the scheduler puts the steps.
+        least_latents: the fewest latents of a side that its VAE takes.
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
             in the step before, averaged over tokens; the first is 1. Empty where they were not measured.
         words: examples of what a model with a small vocabulary knows, by group, in the order of a sentence.
@@ -487,6 +488,7 @@ class ModelSpec:
     extend: VideoUse | None = None
     upscaler: "ModelSpec | None" = None
     noise: NoiseLevels = UNKNOWN_LEVELS
+    least_latents: int = 1
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedded_guidance: bool = False
     mag_ratios: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
@@ -640,6 +642,13 @@ class ModelSpec:
         """(width, height) must be multiples of these."""
         _, patch_h, patch_w = self.transformer.patch_size
         return self.vae.scale_factor_spatial * patch_w, self.vae.scale_factor_spatial * patch_h
+
+    @property
+    def least_size(self) -> tuple[int, int]:
+        """(width, height) must not be smaller than these, which are multiples of the strides."""
+        least = self.least_latents * self.vae.scale_factor_spatial
+        width, height = (max(stride, least) for stride in self.strides)
+        return width, height
 
     @property
     def frame_stride(self) -> int:

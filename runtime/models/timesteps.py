@@ -71,6 +71,7 @@ class NoiseLevels:
         training_steps: number of training timesteps.
         by_size: how the shift follows from the size of the clip; `None` if it does not.
         levels: sigmas of a model that was distilled for these, without the 0 at the end; empty for others.
+        least_steps: 2 if the first and the last sigma are fixed (`shift_terminal`): diffusers returns NaN for one step.
     """
 
     setting: str | None = None
@@ -80,6 +81,7 @@ class NoiseLevels:
     training_steps: int = 1000
     by_size: ShiftBySize | None = None
     levels: tuple[float, ...] = ()
+    least_steps: int = 1
 
     def timesteps(self, steps: int, shift: float | None = None) -> list[float] | None:
         """Return the timesteps of a clip, highest first; `None` if they are unknown.
@@ -156,6 +158,7 @@ def noise_levels(config: Mapping[str, Any]) -> NoiseLevels:
         shift=1.0 if shift is None else float(shift),
         spread=None if fixed or any(config.get(option) for option in _UNSUPPORTED) else spread,
         training_steps=steps,
+        least_steps=2 if config.get("shift_terminal") else 1,
     )
 
 

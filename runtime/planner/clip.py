@@ -155,7 +155,8 @@ def like_image(spec: ModelSpec, image: InputFile, pixels: int) -> tuple[int, int
 def _multiple(value: float, spec: ModelSpec, field: str) -> int:
     """Return the nearest multiple of a side's stride that the model can make."""
     stride = spec.strides[0 if field == "width" else 1]
-    return max(1, min(round(value / stride), _most(spec, field) // stride)) * stride
+    least = spec.least_size[0 if field == "width" else 1]
+    return max(least, min(round(value / stride), _most(spec, field) // stride) * stride)
 
 
 def _most(spec: ModelSpec, field: str) -> int:
@@ -177,8 +178,9 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
     _check_positions(spec, {"frames": frames, "height": height, "width": width})
     strides = dict(zip(("width", "height"), spec.strides, strict=True))
     values = {"width": width, "height": height}
+    smallest = dict(zip(strides, spec.least_size, strict=True))
     able = {
-        field: nearest(values[field], stride, 0, stride, MAX_SIDE)
+        field: nearest(values[field], stride, 0, smallest[field], MAX_SIDE)
         for field, stride in strides.items()
         if values[field] % stride
     }
@@ -195,6 +197,17 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
             stride=strides[field],
             able=supported,
         )
+    for field, value in values.items():
+        if value < smallest[field]:
+            raise InvalidRequestError(
+                field,
+                "planner.side_too_short",
+                field=field,
+                value=value,
+                model=spec.title,
+                width=smallest["width"],
+                height=smallest["height"],
+            )
     stride, least = spec.frame_stride, spec.least_frames
     if frames % stride != 1 or frames < least:
         supported = nearest(frames, stride, 1, least, MAX_FRAMES)
@@ -270,6 +283,17 @@ def video_warnings(request: GenerationRequest, spec: ModelSpec, frames: int, fps
     if video.frames < min(spec.defaults.frames, round(video.seconds * fps) - spec.frame_stride):
         code = "planner.video_incomplete"
     return [Fact(code, {"video": video.name, "seconds": frames / fps, "whole": video.seconds})]
+
+
+def check_steps(spec: ModelSpec, steps: int) -> None:
+    """Check that a model's scheduler can place so many steps.
+
+    Raises:
+        InvalidRequestError: if it cannot.
+    """
+    least = spec.noise.least_steps
+    if steps < least:
+        raise InvalidRequestError("steps", "planner.too_few_steps", value=steps, model=spec.title, able=least)
 
 
 def check_strength(steps: int, skipped: int, strength: float) -> None:

@@ -200,6 +200,7 @@ class _Settings:
         frames = clip.frames_for(request, spec, fps)
         clip.check_size(spec, width, height, frames)
         steps = _or(request.steps, spec.defaults.steps)
+        clip.check_steps(spec, steps)
         guidance, guidance_2, embedded_guidance = _guidance(request, spec)
         if request.guidance_cache != OFF and max(guidance, guidance_2 or 0) <= 1:
             code = "planner.one_pass_only" if spec.embedded_guidance else "planner.no_guidance_to_cache"

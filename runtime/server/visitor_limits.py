@@ -89,7 +89,7 @@ def defaults_within(spec: ModelSpec, limits: Limits) -> dict[str, int]:
     """Return the defaults for a visitor's video: the model's width, height, frames and steps, reduced to the limits."""
     default = (spec.defaults.width, spec.defaults.height)
     sizes = [size for size in (default, *spec.sizes) if allows_size(size, limits)]
-    width, height = sizes[0] if sizes else _rounded_down(limits.sizes[0], spec.strides)
+    width, height = sizes[0] if sizes else _rounded_down(limits.sizes[0], spec)
     return {
         "width": width,
         "height": height,
@@ -135,7 +135,7 @@ def _size_of_image(request: GenerationRequest, spec: ModelSpec, image: ImageUse,
     """Return the size that follows from an image, made smaller until the limits allow it."""
     size = size_for(request, spec)
     if {request.width, request.height} == {AUTO}:
-        pixels, least = prod(size), prod(spec.strides)
+        pixels, least = prod(size), prod(spec.least_size)
         while not allows_size(size, limits) and pixels > least:
             pixels = pixels * 9 // 10
             size = like_image(spec, image, pixels)
@@ -217,9 +217,10 @@ def describe_limits(limits: Limits) -> str:
     )
 
 
-def _rounded_down(size: tuple[int, int], strides: tuple[int, int]) -> tuple[int, int]:
-    """Return a size rounded down to the model's strides."""
-    width, height = (max(side // stride, 1) * stride for side, stride in zip(size, strides, strict=True))
+def _rounded_down(size: tuple[int, int], spec: ModelSpec) -> tuple[int, int]:
+    """Return a size rounded down to the model's strides, or its smallest one."""
+    sides = zip(size, spec.strides, spec.least_size, strict=True)
+    width, height = (max(side // stride * stride, least) for side, stride, least in sides)
     return width, height
 
 

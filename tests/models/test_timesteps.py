@@ -50,6 +50,18 @@ def test_timesteps_equal_those_of_the_scheduler(name: str) -> None:
             assert own.timesteps(steps) == levels.timesteps(steps, shift) == scheduler.timesteps.tolist()
 
 
+# Of diffusers' own: NaN comes from 0 / 0.
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:__array__ implementation:DeprecationWarning")
+def test_the_fewest_steps_are_those_that_the_scheduler_can_place() -> None:
+    for terminal, least in ((0.1, 2), (None, 1)):
+        scheduler = made("FlowMatchEulerDiscreteScheduler", shift_terminal=terminal)
+        own = noise_levels({"_class_name": "FlowMatchEulerDiscreteScheduler", **scheduler.config})
+        assert own.least_steps == least
+        for steps in (1, 2):
+            scheduler.set_timesteps(sigmas=replace(own, spread="linear").sigmas(steps))
+            assert scheduler.sigmas.isfinite().all() == (steps >= least)
+
+
 # Of diffusers' own, with NumPy 2.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_timesteps_of_given_sigmas_equal_those_of_the_scheduler() -> None:

@@ -130,6 +130,12 @@ def test_defaults_are_within_the_limits(spec: ModelSpec, limits: Limits) -> None
     assert int(filled.width) % spec.strides[0] == int(filled.height) % spec.strides[1] == 0
 
 
+def test_a_models_smallest_size_is_the_least_that_visitors_get(tiny: Callable[[str], ModelSpec]) -> None:
+    least = Limits(frames=9, steps=2, sizes=((50, 40),), waiting=1, waiting_all=1, per_hour=1)
+    defaults = visitor_limits.defaults_within(tiny("ltx-2"), least)
+    assert (defaults["width"], defaults["height"]) == (64, 64)
+
+
 def test_visitors_cannot_choose_backends_or_memory_strategies(spec: ModelSpec) -> None:
     wish = GenerationRequest(
         prompt="a boat", backends={"all": "inductor"}, build="always", offload="group", quantization="fp8", seed=7

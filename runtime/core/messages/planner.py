@@ -172,6 +172,10 @@ _REFUSALS: Mapping[str, Message] = {
         "{set[width]} is {width} and {set[height]} is {height}; {model} supports multiples of {stride}.",
         "Use a width of {widths:or} and a height of {heights:or}.",
     ),
+    "planner.side_too_short": Message(
+        "{field:setting} is {value}; {model} makes videos of at least {width}x{height}.",
+        "Use a width of at least {width} and a height of at least {height}.",
+    ),
     "planner.frame_count": Message("{set[frames]} is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
     "planner.prompt_times": Message(
         "The prompt has a time that cannot be read: {part}.",
@@ -198,6 +202,7 @@ _REFUSALS: Mapping[str, Message] = {
         "{field:setting} is {value}; the video {video} has {frames:n frame} at {fps} frames per second.",
         "Use at most {set[frames]} {able}, or leave out the length.",
     ),
+    "planner.too_few_steps": Message("{set[steps]} is {value}; {model} needs at least {able} steps.", "Use {able}."),
     "planner.strength_without_steps": Message(
         "Strength {strength:g} leaves none of {steps:n step} to run.",
         "Use {set[strength]} {able:g}, or more steps.",

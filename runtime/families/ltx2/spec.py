@@ -196,6 +196,7 @@ class VaeSpec:
         decoder_channels, decoder_layers, decoder_factors: of the decoder, in the configuration's order: from its last
             level. Each enlargement divides the channels by a factor.
         decoder_strides: of the decoder, from its first level, as in the configuration.
+        reflects: whether convolutions pad a frame with its reflection, which one latent does not have.
     """
 
     z_dim: Annotated[int, up_to(4_096)]
@@ -209,6 +210,7 @@ class VaeSpec:
     patch: Annotated[int, up_to(16)]
     scale_factor_temporal: Annotated[int, up_to(64)]
     scale_factor_spatial: Annotated[int, up_to(256)]
+    reflects: bool
 
     @property
     def last_channels(self) -> int:
@@ -401,6 +403,8 @@ _TRANSFORMER_NAMES: Mapping[str, str] = {
     "sound_head_dim": "audio_attention_head_dim",
     "sound_channels": "audio_in_channels",
 }
+# diffusers' defaults where a VAE's configuration has none.
+_PADDING = {"encoder_spatial_padding_mode": "zeros", "decoder_spatial_padding_mode": "reflect"}
 _STRIDES: Mapping[str, tuple[int, int, int]] = {
     "spatial": (1, 2, 2),
     "temporal": (2, 1, 1),
@@ -448,7 +452,8 @@ class Ltx2Family(Family):
 
     def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
-        scheduler = {**_SCHEDULER, "use_dynamic_shifting": "distilled" not in model.name}
+        shifted = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
+        scheduler = _SCHEDULER if "distilled" in model.name else {**_SCHEDULER, **shifted}
         configs = _configurations({**model.configs, "scheduler": scheduler}, model.title)
         return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir))
 
@@ -576,6 +581,7 @@ def _vae_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "patch": config["patch_size"],
         "scale_factor_temporal": config["temporal_compression_ratio"],
         "scale_factor_spatial": config["spatial_compression_ratio"],
+        "reflects": "reflect" in {config.get(name, default) for name, default in _PADDING.items()},
     }
 
 
@@ -661,6 +667,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "transformer": configs.transformer,
         "experts": 1,
         "vae": configs.vae,
+        "least_latents": 2 if configs.vae.reflects else 1,
         "boundary_ratio": None,
         "scheduler": configs.scheduler,
         "expand_timesteps": False,

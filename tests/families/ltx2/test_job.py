@@ -24,7 +24,7 @@ from tests.image_files import saved
 from tests.models.hub import of_folder, served
 from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
-from tests.sounds import sound_in
+from tests.sounds import sound_in, write_clip
 from tests.tiny_models import LTX2_ARCHITECTURES
 
 SIZE = ("--width", "96", "--height", "64", "--frames", "9", "--steps", "3", "--seed", "3", "--fps", "8")
@@ -206,19 +206,50 @@ def test_nan_in_one_stream_ends_the_job(tiny: Tiny, tmp_path: Path) -> None:
         assert not plan.output.exists()
 
 
-def test_options_that_the_family_lacks_are_refused(command: Command, tiny: Tiny, subtests: pytest.Subtests) -> None:
+def test_what_the_family_does_not_make_is_refused(
+    command: Command, tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    out, unsupported = str(tmp_path / "x.mp4"), "family.option_unsupported"
+    clip = str(write_clip(tmp_path / "clip.mp4", None))
+    image = str(saved(tmp_path / "image.png", 96, 64))
+    refusals: list[tuple[str, tuple[str, ...], str]] = [
+        ("ltx-2", ("--step-cache", "first-block:0.1"), unsupported),
+        ("ltx-2", ("--guidance-cache", "0.05"), unsupported),
+        ("ltx-2", ("--gpus", "2"), unsupported),
+        ("ltx-2", ("--compile", "always"), unsupported),
+        ("ltx-2", ("--shift", "3"), "scheduler.shift_fixed"),
+        ("ltx-2", ("--quantization", "bnb-4bit"), "planner.quantization_needs_gpu"),
+        ("ltx-2", ("--video", clip), "source.model_without"),
+        ("ltx-2", ("--image", image, "--last-image", image), "image.model_without_last"),
+        ("ltx-2", ("--sound", "loud"), "request.not_a_choice"),
+        ("ltx-2", ("--frames", "10"), "planner.frame_count"),
+        ("ltx-2", ("--width", "48"), "planner.not_a_multiple"),
+        # A frame of one latent has no reflection to pad it with.
+        ("ltx-2", ("--width", "32", "--height", "32"), "planner.side_too_short"),
+        ("ltx-2", ("--height", "32"), "planner.side_too_short"),
+        ("ltx-2.3", ("--height", "16"), "planner.side_too_short"),
+        # The scheduler fixes the noise of the first step and of the last one.
+        ("ltx-2.3", ("--steps", "1"), "planner.too_few_steps"),
+    ]
+    for model, options, code in refusals:
+        with subtests.test(model=model, options=options):
+            given = ("a", "--model", str(tiny(model).directory), *SIZE, *options)
+            refused = [command("plan", *given), command("generate", *given, "--out", out)]
+            assert [exit_code for exit_code, _ in refused] == [2, 2]
+            assert {made["error"]["code"] for _, made in refused} == {code}
+            assert not Path(out).exists()
+
+
+def test_engines_that_are_asked_for_are_reported_as_lacking(command: Command, tiny: Tiny) -> None:
     model = str(tiny("ltx-2").directory)
-    for option in (
-        ("--step-cache", "first-block:0.1"),
-        ("--guidance-cache", "0.05"),
-        ("--gpus", "2"),
-        ("--compile", "always"),
-        ("--shift", "3"),
-    ):
-        with subtests.test(option=option):
-            assert command("plan", "a", "--model", model, *SIZE, *option)[0] == 2
-    _, made = command("plan", "a", "--model", model, *SIZE, "--backend", "all=onnxruntime")
-    assert {part["backend"] for part in made["plan"]["components"].values()} == {"pytorch"}
+    for backend, lacking in (("all=onnxruntime", None), ("vocoder=tensorrt", {"vocoder"})):
+        code, made = command("plan", "a", "--model", model, *SIZE, "--backend", backend)
+        parts = made["plan"]["components"]
+        assert code == 0
+        assert {part["backend"] for part in parts.values()} == {"pytorch"}
+        codes = {name: [reason["code"] for reason in part["reasons"]] for name, part in parts.items()}
+        named = {name for name, reasons in codes.items() if "planner.not_supported" in reasons}
+        assert named == (lacking or set(parts))
 
 
 def test_parameters_are_those_of_the_files(tiny: Tiny, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import ModelSpec, attention_flops
 from runtime.models.timesteps import NoiseLevels
 from runtime.planner import memory_model
+from runtime.planner.clip import like_image
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.image_files import saved
 from tests.planner.test_memory_model import workload
@@ -57,6 +58,15 @@ def test_a_folder_is_read(tiny: Tiny) -> None:
     assert spec.sound.latents.shape(121, 24) == (1, 4, 126, 4)
     assert (spec.sound.rate, spec.sound.channels, tiny("ltx-2").sound.rate) == (48_000, 2, 24_000)  # type: ignore[union-attr]
     assert (spec.guidance_passes, spec.defaults.steps, tiny("ltx-2").defaults.steps) == (4, 30, 40)
+
+
+def test_a_frame_that_is_reflected_has_two_latents_a_side(tiny: Tiny, tmp_path: Path) -> None:
+    least = {name: look_up(name, tmp_path).least_size for name in ("ltx-2", "ltx-2.3")}
+    assert least == {"ltx-2": (64, 64), "ltx-2.3": (32, 32)}
+    spec = tiny("ltx-2")
+    image = find_image(str(saved(tmp_path / "image.png", 640, 80)), "image", None, keep=False)
+    assert spec.least_size == (64, 64)
+    assert like_image(spec, image, 4_096) == (192, 64)
 
 
 def test_the_shift_follows_from_the_number_of_tokens(tiny: Tiny) -> None:
@@ -149,6 +159,7 @@ def test_published_models_are_planned_with_before_their_weights_are_here() -> No
         distilled = name.endswith("distilled")
         assert (spec.defaults.steps == 8, spec.defaults.guidance_scale == 1.0) == (distilled, distilled)
         assert (spec.noise.by_size is None) == distilled
+        assert spec.noise.least_steps == (1 if distilled else 2)
     assert look_up("Lightricks/LTX-2.3", Path("none")).name == "ltx-2.3"
 
 
