@@ -22,7 +22,7 @@ from runtime.core.sparse_attention import exact_steps
 from runtime.core.step_cache import uses
 from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
 from runtime.execution.decoded_frames import fetched
-from runtime.execution.streams import Streams
+from runtime.execution.streams import Streams, video_of
 from runtime.models.spec import ModelSpec
 from runtime.models.timesteps import ShiftBySize
 from runtime.pipeline.stream_guidance import StreamSampling
@@ -348,7 +348,7 @@ def denoise(
         sampling: of a clip with sound.
 
     Raises:
-        BadResultError: if the latents become NaN or Inf.
+        BadResultError: if the latents become NaN or Inf; not if those of the sound alone do in the last step.
         ModelError: if the scheduler's configuration is unsuitable.
         CancelledError: within one step of the request.
         PausedError: before the next step.
@@ -373,7 +373,9 @@ def denoise(
                 if given_frames is not None:
                     latents, estimate = (given_frames.placed_in(state, streams) for state in (latents, estimate))
                 # Reading one value waits for the device, so the measured time is the step's own.
-                if not torch.isfinite(latents).all().item():
+                # Each step reads both streams. After the last one, the frames are good without the sound.
+                needed = video_of(latents, streams) if index + 1 == len(steps) else latents
+                if not torch.isfinite(needed).all().item():
                     raise BadResultError("pipeline.not_finite", step=index + 1, of=len(steps))
                 yield StepResult(index, step, latents, estimate, time.perf_counter() - started, guidance)
                 index += 1

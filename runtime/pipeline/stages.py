@@ -323,13 +323,16 @@ def decode_and_save(
 
 
 def decode_sound(context: RunContext) -> Sound:
-    """Return the sound of the denoised latents."""
+    """Return the sound of the denoised latents; where they or a spectrogram have NaN or Inf, one sample of NaN."""
     streams, sound = Streams.of(context.plan), context.spec.sound
     assert context.sampling is not None
     assert streams is not None
     assert sound is not None
     _, values = streams.split(context.sampling.latents)
     for name in SOUND_DECODERS:
+        if not torch.isfinite(values).all().item():
+            # A vocoder limits its samples: Inf would be played at full scale.
+            return Sound(np.full((sound.channels, 1), np.nan, np.float32), sound.rate)
         context.cancel.check_pause()
         context.current = ("load", name)
         measured = context.metrics.sound_decoder(name)

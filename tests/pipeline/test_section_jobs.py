@@ -46,6 +46,7 @@ from runtime.video.reader import read_info
 from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.families.framepack_models import pipeline
 from tests.image_files import picture
+from tests.pipeline.failing import Failing, full
 from tests.pipeline.killing import killed
 from tests.pipeline.runs import Choice, events_of, never
 from tests.pipeline.test_resume import stream_of
@@ -304,27 +305,6 @@ def test_a_job_killed_while_it_writes_files_resumes_to_the_same_video(
     assert set(clip.parts()) == {"0000.mkv", "0001.mkv", "0002.mkv"}
 
 
-class Failing:
-    """Lets a call of a component fail, or change its result, once."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, kind: Any, name: str, at: int, fail: Callable[[Any], Any]
-    ) -> None:
-        self.calls = 0
-        call, outer = getattr(kind, name), self
-
-        def failing(self: Any, *given: Any, **named: Any) -> Any:
-            outer.calls += 1
-            result = call(self, *given, **named)
-            return fail(result) if outer.calls == at else result
-
-        monkeypatch.setattr(kind, name, failing)
-
-
-def _full(_: Any) -> Any:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "kind", "name", "at"),
@@ -339,7 +319,7 @@ def test_out_of_memory_in_a_stage_of_sections_is_retried_with_the_same_video(
 ) -> None:
     clip = make(model)
     wanted = clip.whole()
-    Failing(monkeypatch, kind, name, at, _full)
+    Failing(monkeypatch, kind, name, at, full)
     events = clip.run()
     (out,) = [event for event in events if isinstance(event, OutOfMemory)]
     assert out.retried
