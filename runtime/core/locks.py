@@ -80,10 +80,23 @@ def scratch_folder(parent: Path | None = None, prefix: str = _SCRATCH) -> Iterat
     _OPEN.add(folder)
     try:
         with held(folder / _SCRATCH_LOCK):
-            yield folder
+            try:
+                yield folder
+            finally:
+                _remove_all_but_lock(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         _OPEN.discard(folder)
+
+
+def _remove_all_but_lock(folder: Path) -> None:
+    """Empty a scratch folder while its lock is held: a process that is killed meanwhile leaves a lock that is free."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != _SCRATCH_LOCK:
+                path.unlink(missing_ok=True)
 
 
 def remove_own_scratch_folders() -> None:

@@ -42,9 +42,9 @@ def test_flags_are_refused(capsys: pytest.CaptureFixture[str], cache_dir: Path, 
         (["--config", "a:", "--config", "a: --steps 4"], "bench.configuration_repeated", {"configuration": "a"}),
         (["--config", "a: --steps 0"], "bench.configuration_invalid", invalid("request.out_of_range", **out_of_range)),
         (
-            ["--config", "a: --no-such 4"],
+            ["--config", "a: --unknown 4"],
             "bench.configuration_invalid",
-            invalid("cli.flags_invalid", field="flags", problem="No such option: --no-such"),
+            invalid("cli.flags_invalid", field="flags", problem="No such option: --unknown"),
         ),
         (["--config", "a: a blue ball"], "bench.configuration_invalid", {"configuration": "a", "field": "flags"}),
         (

@@ -14,6 +14,11 @@ ROOT = Path(__file__).parents[2]
 # Each waits in a process of its own, with its folder in the system's folder for temporary files.
 HOLDERS = {
     "a folder": "from runtime.core.locks import scratch_folder\nwith scratch_folder() as folder: wait()",
+    "a folder that is being removed": (
+        "import shutil\nfrom runtime.core.locks import scratch_folder\nremove = shutil.rmtree\n"
+        "def slow(*arguments, **options):\n    remove(*arguments, **options)\n    wait()\n"
+        "with scratch_folder() as folder:\n    (folder / 'part').mkdir()\n    shutil.rmtree = slow"
+    ),
     "a store": (
         "from pathlib import Path\nfrom runtime.queue.store import open_store\n"
         "store = open_store(Path('/dev/null'))\nassert store.temporary and store.path\nwait()"
