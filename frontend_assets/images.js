@@ -147,7 +147,7 @@
     if (!upload && isCurrent()) note(await tandem.refusal(answer) || `“${file.name}” cannot be sent. Try again.`, true);
     return isCurrent() ? upload : null;
   };
-  // The newest file of a place counts.
+  // The newest file of a place counts, unless the place was cleared meanwhile.
   const newest = {};
   const take = async (file, field, line = "") => {
     if (!place("image")) { refuse(file); return; }
@@ -231,7 +231,9 @@
     const question = { what: "frame", job: button.dataset.continue, seconds: moment(button) };
     show();
     note("Reading the frame…");
+    const turn = newest.image = {};
     const { image, width, height, picture, model, error } = await ask(question);
+    if (newest.image !== turn) return;
     if (error) { note(error, true); return; }
     note("");
     const frame = { url: picture, width, height };
@@ -248,7 +250,9 @@
   const extend = async (job) => {
     show();
     note("Reading the last frame…");
+    const turn = newest.extend = {};
     const { extend: reference, settings, width, height, seconds, picture, error } = await ask({ what: "extend", job });
+    if (newest.extend !== turn) return;
     if (error) { note(error, true); return; }
     note("");
     remember(digestOf(reference), { url: picture, width, height, seconds });
@@ -267,7 +271,9 @@
       ($(`#pick-${field}`) ?? $("#pick-image")).focus();
     }
     if (example) {
+      const turn = newest.image = {};
       const { image, width, height, picture, error } = await ask({ what: "example", name: example.dataset.example });
+      if (newest.image !== turn) return;
       if (error) note(error, true); else { note(sizeNote("image")); use("image", image, { url: picture, width, height }); }
     }
     if (frame) proceed(frame);
