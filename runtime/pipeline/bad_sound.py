@@ -7,7 +7,7 @@ import numpy as np
 from runtime.core.facts import Fact
 from runtime.core.sound import Sound
 
-# About -80 dB: nobody hears less.
+# About -80 dB: quieter sound is not audible.
 _SILENCE = 1e-4
 # A sample from this value on is at full scale: a vocoder's tanh reaches 1 only by rounding.
 _FULL = 0.999

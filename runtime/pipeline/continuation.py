@@ -71,9 +71,9 @@ class Continuation:
         """
         use = self._use
         info = open_video(use, self._check, FIELD)
-        wanted = {} if sound is None else {"rate": sound.rate, "channels": len(sound.samples)}
+        layout = {} if sound is None else {"rate": sound.rate, "channels": len(sound.samples)}
         seconds = Fraction(use.frames, use.fps)
-        earlier = read_sound(info, seconds, field=FIELD, check=self._check, **wanted)
+        earlier = read_sound(info, seconds, field=FIELD, check=self._check, **layout)
         return continued(earlier, sound, use.frames, use.fps)
 
     def _earlier(self) -> Iterator[np.ndarray]:

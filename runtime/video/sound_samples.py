@@ -60,10 +60,10 @@ def continued(earlier: Sound | None, new: Sound | None, earlier_frames: int, fps
         earlier: of the video; of the same rate and channels as `new`.
         new: of the new part, from the frame that both have.
     """
-    known = new if earlier is None else earlier
-    if known is None:
+    either = new if earlier is None else earlier
+    if either is None:
         return None
-    rate = known.rate
+    rate = either.rate
     start, joint = (sample_at(frames, fps, rate) for frames in (earlier_frames - 1, earlier_frames))
     before = None if earlier is None else fitted(earlier, earlier_frames, fps).samples
     after = None if new is None else new.samples

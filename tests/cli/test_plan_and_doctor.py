@@ -67,7 +67,7 @@ def test_plan_shows_decisions_and_writes_nothing(
     }
     assert "162 frames at 32 fps" in text
     assert upscaled["plan"]["forecast"]["interpolate"]["seconds"] > 0
-    # The model is silent, and says so.
+    # The plan says that the model makes no sound.
     assert (upscaled["request"]["sound"], upscaled["plan"]["sound"]) == ("on", False)
     assert "makes no sound" in text and "with sound" not in text
     off, _ = answer(["plan", "a red boat", "--model", directory, "--no-sound"], capsys)

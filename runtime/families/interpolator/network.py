@@ -57,11 +57,11 @@ class Stage(nn.Module):
         if flow is not None:
             flow = F.interpolate(flow, scale_factor=2 / self.scale, mode="bilinear") * (2 / self.scale)
             small = torch.cat([small, flow], 1)
-        found = self.first(small)
-        found = self.last(self.body(found) + found)
+        features = self.first(small)
+        changes = self.last(self.body(features) + features)
         # Places in bfloat16 would be a pixel off.
-        found = F.interpolate(found.float(), scale_factor=self.scale / 2, mode="bilinear")
-        return found[:, :_FLOW] * (self.scale / 2), found[:, _FLOW:]
+        changes = F.interpolate(changes.float(), scale_factor=self.scale / 2, mode="bilinear")
+        return changes[:, :_FLOW] * (self.scale / 2), changes[:, _FLOW:]
 
 
 class InterpolationNetwork(nn.Module):
@@ -91,18 +91,18 @@ class InterpolationNetwork(nn.Module):
                 F.interpolate(frame, scale_factor=1 / smaller, mode="bilinear", antialias=True) for frame in full
             )
         both = torch.cat([before, after], 1)
-        flow, mask = self.stages[0](both, None)
-        made: list[Tensor] = []
-        for number, stage in enumerate(self.stages):
-            if number:
-                warped = moved(before, flow[:, :2]), moved(after, flow[:, 2:])
-                more, change = stage(torch.cat([both, *warped, mask], 1), flow)
-                flow, mask = flow + more, mask + change
-            made.append(_mixed(before, after, flow, mask)[0])
+        first, *others = self.stages
+        flow, mask = first(both, None)
+        mixed, warped = _mixed(before, after, flow, mask)
+        made = [mixed]
+        for stage in others:
+            more, change = stage(torch.cat([both, *warped, mask], 1), flow)
+            flow, mask = flow + more, mask + change
+            mixed, warped = _mixed(before, after, flow, mask)
+            made.append(mixed)
         if smaller > 1:
             flow = F.interpolate(flow, scale_factor=float(smaller), mode="bilinear") * smaller
             return [_mixed(*full, flow, F.interpolate(mask, scale_factor=float(smaller), mode="bilinear"))[0]]
-        mixed, warped = _mixed(before, after, flow, mask)
         rest = self.refine(torch.cat([both, *warped, mixed, flow / _FLOW_UNIT, mask], 1))
         return [*made, mixed + rest]
 

@@ -85,8 +85,8 @@ def _of_block(transformer: Any, name: str) -> tuple[int, ...] | None:
     part, _, layer = name.partition(".")
     width, sound = transformer.width, transformer.sound_width
     if part in _FEED_FORWARDS:
-        own = width if part == "ff" else sound
-        return {"net.0.proj": (4 * own, own), "net.2": (own, 4 * own)}.get(layer)
+        channels = width if part == "ff" else sound
+        return {"net.0.proj": (4 * channels, channels), "net.2": (channels, 4 * channels)}.get(layer)
     # Channels of queries and results, of keys and values, and of heads.
     streams = {
         **dict.fromkeys(("attn1", "attn2"), (width, width, width)),
@@ -96,14 +96,14 @@ def _of_block(transformer: Any, name: str) -> tuple[int, ...] | None:
     }
     if part not in streams:
         return None
-    own, other, inner = streams[part]
+    queries, context, inner = streams[part]
     heads = transformer.num_attention_heads if part in {"attn1", "attn2"} else transformer.sound_heads
     return {
-        "to_q": (inner, own),
-        "to_k": (inner, other),
-        "to_v": (inner, other),
-        "to_out.0": (own, inner),
-        "to_gate_logits": (heads, own) if transformer.gated else ABSENT,
+        "to_q": (inner, queries),
+        "to_k": (inner, context),
+        "to_v": (inner, context),
+        "to_out.0": (queries, inner),
+        "to_gate_logits": (heads, queries) if transformer.gated else ABSENT,
         "norm_q": (inner,),
         "norm_k": (inner,),
     }.get(layer)
