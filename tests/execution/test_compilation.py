@@ -54,7 +54,7 @@ def places_of(folder: Path) -> dict[str, Path]:
 def forget_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unset these variables until the end of the test."""
     for name in (*places_of(Path()), USE_FLASH4):
-        monkeypatch.setenv(name, "")  # so that what is there now comes back
+        monkeypatch.setenv(name, "")  # The present value is restored after the test.
         monkeypatch.delenv(name)
 
 

@@ -20,6 +20,7 @@ from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import compile_seconds, compiled_code
 from runtime.planner.memory_model import Workload
 from runtime.upstream.torch import CompiledGraphs, compiled_graphs
+from tests.execution.test_compilation import forget_places
 from tests.image_files import saved
 from tests.pipeline.runs import events_of
 from tests.plans import machine, no_engines, tiny_plan, with_strategy
@@ -30,9 +31,7 @@ Tiny = Callable[[str], ModelSpec]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Begin and end with nothing compiled; the cache is that of the test."""
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # so that what is there now comes back
-        monkeypatch.delenv(name)
+    forget_places(monkeypatch)
     discard_compiled_code()
     yield
     discard_compiled_code()

@@ -19,6 +19,7 @@ from runtime.planner.history import CompileSeconds, Run, compile_seconds, compil
 from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.upstream.torch import CompiledGraphs
+from tests.execution.test_compilation import forget_places
 from tests.pipeline.killing import forking
 from tests.pipeline.runs import events_of
 from tests.planner.test_history import RUN
@@ -180,9 +181,7 @@ def test_the_history_is_read_again_only_after_a_change(tmp_path: Path, history: 
 def test_compiling_is_measured_without_the_cache_and_from_it(
     tiny: Tiny, tmp_path: Path, history: HistoryFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # so that what is there now comes back
-        monkeypatch.delenv(name)
+    forget_places(monkeypatch)
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always", frames=5, steps=2)
     backends = {name: part.backend for name, part in plan.components.items()}

@@ -23,6 +23,7 @@ from runtime.queue.records import ASKED_BUILD, IDLE_BUILD, VIDEOS, BuildEngines,
 from runtime.queue.run import ControlPoller, PutBack, Run
 from runtime.queue.store import JobStore
 from runtime.upstream.torch import compiled_graphs
+from tests.execution.test_compilation import forget_places
 from tests.facts import fact
 from tests.plans import machine
 from tests.queue.samples import add_job
@@ -116,7 +117,7 @@ def test_by_default_a_small_model_runs_on_engines_from_the_second_video_on(
         parts = first.events[-1].plan["components"]
         assert {part["backend"] for part in parts.values()} == {"pytorch"}
         assert {part.reasons[0].code for part in first.plan.components.values()} == {"planner.built_later"}
-        # Nobody asked for engines, so the video does not warn about them.
+        # No engines were requested, so the video does not warn about them.
         assert "event.fell_back" not in {fact.code for fact in first.events[-1].warnings}
         (build,) = builds(store)
         assert build.idle and build.title.startswith("Build engines for all components")
@@ -192,9 +193,7 @@ def test_a_video_interrupts_a_build_that_was_asked_for(queue: JobQueue, engines:
 def test_code_is_compiled_when_no_video_waits(
     spec: ModelSpec, engines: EngineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "")  # so that what is there now comes back
-        monkeypatch.delenv(name)
+    forget_places(monkeypatch)
     discard_compiled_code()
     history = HistoryFile(tmp_path, engines.machine)
     store = JobStore(tmp_path / "jobs.sqlite")

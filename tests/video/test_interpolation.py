@@ -31,9 +31,9 @@ def square(count: int, moves: int = MOVES) -> np.ndarray:
     return frames
 
 
-def interpolated(frames: np.ndarray, factor: int, at_once: int = 4) -> np.ndarray:
+def interpolated(frames: np.ndarray, factor: int, at_once: int = 4, by: type = FrameInterpolator) -> np.ndarray:
     """Return frames with those between them."""
-    with FrameInterpolator(frames.shape[2], frames.shape[1], factor) as interpolator:
+    with by(frames.shape[2], frames.shape[1], factor) as interpolator:
         parts = [
             part for start in range(0, len(frames), at_once) for part in interpolator.add(frames[start:][:at_once])
         ]

@@ -1,14 +1,11 @@
 """HunyuanVideo from the command line and through `run_job`: videos, the prompt cache, checkpoints and refusals."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from runtime.cli.main import run
 from runtime.core.events import Event, Paused, Resumed, StepDone, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.loras import Lora
@@ -16,6 +13,7 @@ from runtime.execution.residency import Residency
 from runtime.models.loras import with_loras
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
+from tests.families.conftest import Command
 from tests.families.hunyuan_lora_files import block_factors, comfy, peft, underscored
 from tests.families.test_second_family import frames
 from tests.lora_files import save
@@ -25,18 +23,6 @@ from tests.plans import tiny_plan
 
 SIZE = ("--width", "64", "--height", "32", "--frames", "9", "--steps", "4", "--seed", "3")
 Tiny = Callable[[str], ModelSpec]
-Command = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture
-def command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that runs a command and returns its exit code and JSON."""
-
-    def made(*arguments: str) -> tuple[int, dict[str, Any]]:
-        code = run([*arguments, "--json"])
-        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    return made
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.families.interpolator.frames import NetworkInterpolator
 from runtime.families.interpolator.network import smaller_for
 from runtime.video.interpolation import FrameInterpolator
+from tests.video.test_interpolation import interpolated as interpolated_by
 from tools.diorama import world
 from tools.diorama.render import Renderer, to_uint8
 
@@ -23,9 +24,7 @@ def rendered(size: tuple[int, int], count: int, seed: int) -> np.ndarray:
 
 def interpolated(frames: np.ndarray, factor: int, by: type = NetworkInterpolator) -> np.ndarray:
     """Return frames with those between them, given two at a time."""
-    with by(frames.shape[2], frames.shape[1], factor) as interpolator:
-        parts = [part for start in range(0, len(frames), 2) for part in interpolator.add(frames[start:][:2])]
-        return np.concatenate([*parts, *interpolator.finish(), frames[:0]])
+    return interpolated_by(frames, factor, 2, by)
 
 
 def psnr(made: np.ndarray, true: np.ndarray) -> float:

@@ -1,6 +1,5 @@
 """LTX-2 from the command line and through `run_job`: videos, sound, the prompt cache, checkpoints and refusals."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.cli.main import run
 from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
 from runtime.core.sound import Sound
 from runtime.execution.residency import Residency
@@ -19,6 +17,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline import stages
 from runtime.pipeline.checkpoint import CheckpointFolder
+from tests.families.conftest import Command
 from tests.families.test_second_family import frames
 from tests.image_files import saved
 from tests.models.hub import of_folder, served
@@ -29,18 +28,6 @@ from tests.tiny_models import LTX2_ARCHITECTURES
 
 SIZE = ("--width", "96", "--height", "64", "--frames", "9", "--steps", "3", "--seed", "3", "--fps", "8")
 Tiny = Callable[[str], ModelSpec]
-Command = Callable[..., tuple[int, dict[str, Any]]]
-
-
-@pytest.fixture
-def command(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that runs a command and returns its exit code and JSON."""
-
-    def made(*arguments: str) -> tuple[int, dict[str, Any]]:
-        code = run([*arguments, "--json"])
-        return code, json.loads(capsys.readouterr().out.splitlines()[-1])
-
-    return made
 
 
 @pytest.fixture
