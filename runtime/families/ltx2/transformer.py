@@ -88,6 +88,10 @@ class Modulation(NamedTuple):
     sound_text: torch.Tensor | None
 
 
+# Hidden states, what is added to them, (1, tokens, width), and its gate, (timesteps, width).
+_Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
 class _Stream(NamedTuple):
     """A block's layers for one stream, its table, and how its tokens attend to each other."""
 
@@ -146,23 +150,11 @@ def block_step(
     video, sound = _streams(block, modulation, rotations, first_count)
     if isinstance(text[0], torch.Tensor):
         text = text_keys_values(block, text, modulation)
-    x, x_added, x_gate = _attend(video, x, text[0], skips=skips)
-    y, y_added, y_gate = _attend(sound, y, text[1], skips=skips)
-    norms = [stream.modulation(_FEED_FORWARD, _FEED_FORWARD + 1) for stream in (video, sound)]
-    if isolated:
-        x, x_normed = video.sum(x, x_added, x_gate, norms[0])
-        y, y_normed = sound.sum(y, y_added, y_gate, norms[1])
-    else:
-        x, x_asks, x_tells = video.sum(x, x_added, x_gate, *_cross_modulations(video))
-        y, y_tells, y_asks = sound.sum(y, y_added, y_gate, *_cross_modulations(sound))
-        x_added = _attend_other(
-            block.audio_to_video_attn, block.attend_other, x_asks, y_tells, rotations.video_cross, rotations.sound_cross
-        )
-        y_added = _attend_other(
-            block.video_to_audio_attn, block.attend_other, y_asks, x_tells, rotations.sound_cross, rotations.video_cross
-        )
-        x, x_normed = video.sum(x, x_added, video.row(-1), norms[0])
-        y, y_normed = sound.sum(y, y_added, sound.row(-1), norms[1])
+    # Nested calls, so that intermediate values are freed as soon as possible.
+    finish = _norm_alone if isolated else partial(_exchange, block, rotations)
+    x, x_normed, y, y_normed = finish(
+        video, sound, _attend(video, x, text[0], skips=skips), _attend(sound, y, text[1], skips=skips)
+    )
     (x,) = video.sum(x, _feed_forward(block.ff, x_normed), video.row(_FEED_FORWARD + 2))
     (y,) = sound.sum(y, _feed_forward(block.audio_ff, y_normed), sound.row(_FEED_FORWARD + 2))
     return torch.cat([x.flatten(1), y.flatten(1)], dim=1)
@@ -232,33 +224,56 @@ def _streams(block: Any, modulation: Modulation, rotations: Rotations, first_cou
     return video, sound
 
 
-def _attend(
-    stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor], *, skips: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _attend(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor], *, skips: bool) -> _Attended:
     """Return hidden states after self-attention, the result of attention to the text, and its gate.
 
     Args:
         x: hidden states, (1, tokens, width).
         text: keys and values.
     """
-    attn = stream.attn
     _, normed = stream.sum(x, None, None, stream.modulation(_SELF, _SELF + 1))
-    if skips:
-        attended = _in_heads(attn, attn.to_v(normed))
-    else:
-        fused = getattr(attn, _FUSED, None)
-        q, k, v = (
-            (attn.to_q(normed), attn.to_k(normed), attn.to_v(normed)) if fused is None else fused(normed).chunk(3, 2)
-        )
-        q, k = _rotated(attn.norm_q, q, stream.rotation), _rotated(attn.norm_k, k, stream.rotation)
-        attended = stream.attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v))
-    added = _projected(attn, attended, normed)
     modulation = stream.modulation(_TEXT, _TEXT + 1) if stream.modulates_text else None
-    x, normed = stream.sum(x, added, stream.row(_SELF + 2), modulation)
-    attn = stream.text_attn
-    query = _fused_rows(norm_rotate, attn.to_q(normed), attn.norm_q.weight, attn.norm_q.eps)
-    added = _projected(attn, attention("native")(_in_heads(attn, query), *text), normed)
-    return x, added, stream.row(_TEXT + 2) if stream.modulates_text else None
+    x, normed = stream.sum(x, _attend_self(stream, normed, skips=skips), stream.row(_SELF + 2), modulation)
+    return x, _attend_text(stream.text_attn, normed, text), stream.row(_TEXT + 2) if stream.modulates_text else None
+
+
+def _attend_self(stream: _Stream, x: torch.Tensor, *, skips: bool) -> torch.Tensor:
+    """Return the result of self-attention, (1, tokens, width), of normed hidden states."""
+    attn = stream.attn
+    if skips:
+        return _projected(attn, _in_heads(attn, attn.to_v(x)), x)
+    fused = getattr(attn, _FUSED, None)
+    layers = (attn.to_q, attn.to_k, attn.to_v)
+    q, k, v = [layer(x) for layer in layers] if fused is None else fused(x).chunk(3, 2)
+    q, k = _rotated(attn.norm_q, q, stream.rotation), _rotated(attn.norm_k, k, stream.rotation)
+    return _projected(attn, stream.attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v)), x)
+
+
+def _attend_text(attn: Any, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the result of attention to the text, (1, tokens, width), of normed hidden states."""
+    query = _fused_rows(norm_rotate, attn.to_q(x), attn.norm_q.weight, attn.norm_q.eps)
+    return _projected(attn, attention("native")(_in_heads(attn, query), *text), x)
+
+
+def _norm_alone(
+    video: _Stream, sound: _Stream, of_video: _Attended, of_sound: _Attended
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the video's hidden states after both attentions and the norm of them, and the same of the sound."""
+    x, x_normed = video.sum(*of_video, video.modulation(_FEED_FORWARD, _FEED_FORWARD + 1))
+    y, y_normed = sound.sum(*of_sound, sound.modulation(_FEED_FORWARD, _FEED_FORWARD + 1))
+    return x, x_normed, y, y_normed
+
+
+def _exchange(
+    block: Any, rotations: Rotations, video: _Stream, sound: _Stream, of_video: _Attended, of_sound: _Attended
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what `_norm_alone` does, after the streams have attended to each other."""
+    x, x_asks, x_tells = video.sum(*of_video, *_cross_modulations(video))
+    y, y_tells, y_asks = sound.sum(*of_sound, *_cross_modulations(sound))
+    attend, x_angles, y_angles = block.attend_other, rotations.video_cross, rotations.sound_cross
+    x_added = _attend_other(block.audio_to_video_attn, attend, x_asks, y_tells, x_angles, y_angles)
+    y_added = _attend_other(block.video_to_audio_attn, attend, y_asks, x_tells, y_angles, x_angles)
+    return _norm_alone(video, sound, (x, x_added, video.row(-1)), (y, y_added, sound.row(-1)))
 
 
 def _cross_modulations(stream: _Stream) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,8 +14,14 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTED
 from runtime.execution.streams import Streams
+from runtime.families.ltx2 import transformer
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser, fuse, install
+from runtime.models.catalogue import look_up
+from runtime.models.registry import published_models
+from runtime.models.row_operations import norm_rotate
 from runtime.models.spec import ModelSpec
+from runtime.planner import memory_model
+from tests.planner.test_live_bytes import Counted
 from tests.tiny_models import LTX2_ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
@@ -62,22 +69,23 @@ def inputs(module: Any, streams: Streams = STREAMS, seed: int = 1) -> Inputs:
 def by_diffusers(
     module: Any, given: Inputs, times: torch.Tensor, which: str = PROMPTED, streams: Streams = STREAMS
 ) -> torch.Tensor:
-    """Return what diffusers' module predicts, with a timestep for each of the video's tokens."""
+    """Return what diffusers' module predicts; with two timesteps, each of the video's tokens has its own."""
     config, dtype = module.config, module.proj_in.weight.dtype
     video, sound = streams.split(given.latents.to(dtype))
     _, _, frames, height, width = video.shape
     half = config.caption_channels if config.use_prompt_embeddings else config.cross_attention_dim
     text, sound_text = given.text[..., :half], given.text[..., half:]
     *first, time = times.reshape(-1, 1)
-    by_token = time.expand(frames * height * width).clone()
+    video_times = time
     if first:
-        by_token[: height * width] = first[0]
+        video_times = time.expand(frames * height * width).clone()[None]
+        video_times[:, : height * width] = first[0]
     predicted, predicted_sound = module(
         hidden_states=video.flatten(2).transpose(1, 2),
         audio_hidden_states=sound.transpose(1, 2).flatten(2),
         encoder_hidden_states=text.to(dtype),
         audio_encoder_hidden_states=sound_text.to(dtype),
-        timestep=by_token[None],
+        timestep=video_times,
         audio_timestep=time,
         sigma=time,
         num_frames=frames,
@@ -264,6 +272,42 @@ def test_step_caches_reuse_residuals_of_both_streams(tiny: Tiny) -> None:
         run(given.latents)
         assert len(calls) == count + 1
     assert error_of(run(given.latents), exact) < 5e-6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", ["ltx-2", "ltx-2.3"])
+def test_live_bytes_of_a_pass_are_within_the_forecast(
+    name: str, fused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With two blocks at full size, and with Triton's kernels, which allocate their results only."""
+
+    def by_kernels(plain: Any, x: torch.Tensor, *arguments: Any) -> Any:
+        def result() -> torch.Tensor:
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+        if plain is norm_rotate:
+            return result()
+        y, _, modulations, *_ = arguments
+        return x if y is None else result(), *(result() for _ in modulations)
+
+    monkeypatch.setattr(transformer, "_fused_rows", by_kernels)
+    monkeypatch.setattr(transformer, "attention", lambda _: lambda q, k, v: torch.empty_like(q))
+    spec = look_up(name, tmp_path)
+    frames, height, width = 121, 704, 1216
+    assert spec.sound_latents is not None
+    streams = Streams(spec.latent_shape(frames, height, width), spec.sound_latents.shape(frames, 24), 24.0)
+    (config,) = (model.configs["transformer"] for model in published_models("ltx2") if model.name == name)
+    with torch.device("meta"):
+        module = LTX2VideoTransformer3DModel(**{**config, "num_layers": 2}).to(torch.bfloat16).requires_grad_(False)
+        times = torch.empty(1)
+    given = Inputs(*(tensor.to("meta") for tensor in inputs(module, streams)))
+    denoiser = made(module, Speed(fused=fused), streams)
+    for block in module.transformer_blocks:
+        block.attend = block.attend_other
+    with Counted([*module.parameters(), *module.buffers(), *given, times]) as counted:
+        denoiser(given.latents, times, given.text)
+    forecast = memory_model.denoise_bytes(spec, spec.tokens(frames, height, width), "bfloat16")
+    assert 0.85 * forecast <= counted.peak <= 1.01 * forecast
 
 
 @pytest.mark.slow
