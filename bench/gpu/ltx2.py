@@ -1,8 +1,9 @@
 """Measure LTX-2's transformer and whole clips with sound at full size, by diffusers and by Tandem.
 
     python bench/gpu/ltx2.py --passes [--sizes 768x512x121,1216x704x121] [--variants NAME,NAME] [--config ltx-2.3]
+    python bench/gpu/ltx2.py --parts                                          attention kernels and the feed-forward
     python bench/gpu/ltx2.py --clips [--variants NAME,NAME]                   the folder is made in `TANDEM_CHECKS`
-    python bench/gpu/ltx2.py --passes --clips --tiny --device cpu             a rehearsal
+    python bench/gpu/ltx2.py --parts --passes --clips --tiny --device cpu     a rehearsal
 
 Random weights. Passes: one forward pass of `LTX2VideoTransformer3DModel()`, or of a published configuration, with 126
 latents of sound and 256 tokens of text; medians of CUDA events after a warm-up. Variants are `PASSES`; each side has a
@@ -21,6 +22,7 @@ import argparse
 import copy
 import gc
 import itertools
+import math
 import os
 import shutil
 import statistics
@@ -34,6 +36,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video, LTX2Pipeline, LTX2VideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx2 import LTX2PerturbedAttnProcessor
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
@@ -57,11 +60,12 @@ from runtime.core.events import Event, Failed, StepDone, VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import GenerationRequest
 from runtime.engines.reference import full_float32
-from runtime.execution.attention import problem
+from runtime.execution.attention import attention, problem
 from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.execution.streams import Streams
 from runtime.families.ltx2.components import Vocoder
+from runtime.families.ltx2.spec import MAX_SEQUENCE_LENGTH
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.machine.probe import probe
 from runtime.models import quantization
@@ -254,10 +258,10 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
     speed, _ = PASSES[name]
     streams, given = case(bench, module.config, size)
     times = torch.tensor(500.0, device=bench.device)
-    attention = None
+    kernel = None
     if isinstance(speed, Speed):
         speed = usable(bench, speed, module.config.attention_head_dim)
-        attention = speed.attention
+        kernel = speed.attention
         denoiser = PyTorchStreamDenoiser(module)
         denoiser.compute(speed, raise_if_degraded)
         denoiser.see(streams, ())
@@ -283,7 +287,7 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
     bench.say(
         **what,
         tokens=tokens,
-        attention=attention,
+        attention=kernel,
         first=round(first, 2),
         **found,
         floor=round(operations / PEAK, 3),
@@ -292,6 +296,50 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
     )
     if not bench.arguments.no_profile:
         profile(bench, f"{name}-{size}", run, what)
+
+
+def parts(bench: LtxBench) -> None:
+    """Measure a block's attention with each kernel, and the first layer of its feed-forward with the activation."""
+    heads, head_width = (2, 16) if bench.arguments.tiny else (32, 128)
+    width = heads * head_width
+    generator = torch.Generator(bench.device).manual_seed(2)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=bench.device, generator=generator).to(bench.dtype)
+
+    for size in bench.arguments.sizes.split(","):
+        frames = (int(size.split("x")[2]) - 1) // 8 + 1
+        tokens = frames * math.prod(int(side) // 32 for side in size.split("x")[:2])
+        q, k, v = (noise(1, tokens, heads, head_width) for _ in range(3))
+        for kind in ("native", "cudnn", "flash4", "fp8") if bench.cuda else ("native",):
+            for keys in (tokens, TEXT_TOKENS, MAX_SEQUENCE_LENGTH):
+                what = {"part": "attention", "kind": kind, "tokens": tokens, "keys": keys}
+                few = (part[:, :keys].contiguous() for part in (k, v))
+                with bench.trying(**what), torch.no_grad():
+                    bench.say(**what, **bench.median(warm(partial(attention(kind), q, *few))))
+        x, weight, bias = noise(tokens, width), noise(4 * width, width) / width**0.5, noise(4 * width)
+
+        def apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+        def at_once(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+            return out
+
+        for name, function in {"apart": apart, "at once": at_once, "compiled": torch.compile(apart)}.items():
+            what = {"part": "feed-forward", "kind": name, "tokens": tokens}
+            with bench.trying(**what), torch.no_grad():
+                run = warm(partial(function, x, weight, bias))
+                bench.say(
+                    **what, **bench.median(run), error=relative_error(run().float(), apart(x, weight, bias).float())
+                )
+
+
+def warm(run: Run) -> Run:
+    """Return the call, after two of it."""
+    for _ in range(2):
+        run()
+    return run
 
 
 def save(module: Any, folder: Path) -> None:
@@ -419,8 +467,8 @@ def by_pipeline(bench: LtxBench, folder: Path) -> None:
     bench.say(part="clips", variant="diffusers", reading=round(time.perf_counter() - started, 2))
     for block in pipeline.transformer.transformer_blocks:
         block.perturbed_attn = True
-        for attention in (block.attn1, block.audio_attn1):
-            attention.set_processor(LTX2PerturbedAttnProcessor())
+        for attn in (block.attn1, block.audio_attn1):
+            attn.set_processor(LTX2PerturbedAttnProcessor())
     spec, size = read_spec(folder, folder.name), clip_size(bench)
     assert spec.sound_latents is not None
     guidance = spec.sound_latents.guidance
@@ -464,9 +512,10 @@ def by_pipeline(bench: LtxBench, folder: Path) -> None:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--clips", action="store_true")
-    parser.add_argument("--sizes", default="768x512x121,1216x704x121", help="of passes")
+    parser.add_argument("--sizes", default="768x512x121,1216x704x121", help="of parts and passes")
     parser.add_argument("--variants", default="", help=f"passes: {DEFAULT}; clips: {DEFAULT_CLIPS}")
     parser.add_argument("--config", default="default", help="of passes: default, ltx-2 or ltx-2.3")
     parser.add_argument("--reference-blocks", type=int, default=4, help="0 measures no errors")
@@ -476,14 +525,16 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     arguments.size = "480p"  # of `Bench`; sizes of passes are clips
-    if not arguments.passes and not arguments.clips:
-        parser.error("nothing to do: give --passes, --clips or both")
+    if not (arguments.parts or arguments.passes or arguments.clips):
+        parser.error("nothing to do: give --parts, --passes or --clips")
     Path(os.environ.get("OUT", ".")).mkdir(parents=True, exist_ok=True)
     bench = LtxBench(arguments)
     if bench.cuda:
         torch.cuda.set_device(bench.device)
         bench.say(part="machine", gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     try:
+        if arguments.parts:
+            parts(bench)
         if arguments.passes:
             passes(bench)
         if arguments.clips:

@@ -115,9 +115,11 @@ def norm_rotate(
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight
     if cos is None or sin is None:
         return normed.to(x.dtype)
-    first, second = normed.unflatten(-1, (-1, 2, distance)).unbind(-2)
-    cos, sin = cos.unflatten(-1, (-1, distance)), sin.unflatten(-1, (-1, distance))
-    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-2).flatten(-3).to(x.dtype)
+    # In this form a compiler can compute it in the kernel of the norm.
+    pairs = normed.unflatten(-1, (-1, 2, distance))
+    cos, sin = (table.unflatten(-1, (-1, 1, distance)) for table in (cos, sin))
+    signs = torch.arange(-1, 2, 2, device=x.device)[:, None]
+    return (pairs * cos + pairs.flip(-2) * (sin * signs)).flatten(-3).to(x.dtype)
 
 
 def by_token(table: torch.Tensor, tokens: int, first_count: int) -> list[torch.Tensor]:

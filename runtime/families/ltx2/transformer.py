@@ -30,7 +30,7 @@ import torch
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
-from runtime.execution.attention import Attention, BlockKernels, attention
+from runtime.execution.attention import Attention, BlockKernels, attention, exact_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTED, OnDegraded
@@ -53,8 +53,8 @@ _FUSED, _FUSED_OTHER = "to_qkv", "to_kv"
 # attention to the text, and then scale and shift for the sound's attention to the video or the other way, the same for
 # the other one, and the gate.
 _SELF, _FEED_FORWARD, _TEXT, _CROSS = 0, 3, 6, 5
-# Few values of the sound pass as many operations as the video's: in several kernels each they would take as long.
-_fused_rows = partial(computed, fewest=0)
+# The sound's few values pass as many operations as the video's: each of them takes one kernel instead of several.
+_in_one_kernel = partial(computed, fewest=0)
 
 
 class Angles(NamedTuple):
@@ -97,11 +97,11 @@ class _Stream(NamedTuple):
 
     attn: Any
     text_attn: Any
-    feed_forward: Any
     table: torch.Tensor
     first_count: int
     rotation: Angles
     attend: Attention
+    attend_text: Attention
     epsilon: float
     modulates_text: bool
 
@@ -117,7 +117,7 @@ class _Stream(NamedTuple):
         self, x: torch.Tensor, y: torch.Tensor | None, gate: torch.Tensor | None, *norms: Any
     ) -> tuple[torch.Tensor, ...]:
         """See `row_operations.add_norms`."""
-        out: tuple[torch.Tensor, ...] = _fused_rows(add_norms, x, y, gate, norms, self.first_count, self.epsilon)
+        out: tuple[torch.Tensor, ...] = _in_one_kernel(add_norms, x, y, gate, norms, self.first_count, self.epsilon)
         return out
 
 
@@ -178,7 +178,7 @@ def text_keys_values(
             rows = table if rows_added is None else table + rows_added
             shift, scale = rows.chunk(2, dim=1)
             given = (text * (1 + scale) + shift).to(text.dtype)
-        keys = _fused_rows(norm_rotate, attn.to_k(given), attn.norm_k.weight, attn.norm_k.eps)
+        keys = _in_one_kernel(norm_rotate, attn.to_k(given), attn.norm_k.weight, attn.norm_k.eps)
         results.append((_in_heads(attn, keys), _in_heads(attn, attn.to_v(given))))
     return tuple(results)
 
@@ -202,21 +202,21 @@ def _streams(block: Any, modulation: Modulation, rotations: Rotations, first_cou
     video = _Stream(
         block.attn1,
         block.attn2,
-        block.ff,
         tables[0],
         first_count,
         rotations.video,
         block.attend,
+        block.attend_text,
         block.norm1.eps,
         block.video_cross_attn_adaln,
     )
     sound = _Stream(
         block.audio_attn1,
         block.audio_attn2,
-        block.audio_ff,
         tables[1],
         0,
         rotations.sound,
+        block.attend_other,
         block.attend_other,
         block.norm1.eps,
         block.audio_cross_attn_adaln,
@@ -234,7 +234,7 @@ def _attend(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Te
     _, normed = stream.sum(x, None, None, stream.modulation(_SELF, _SELF + 1))
     modulation = stream.modulation(_TEXT, _TEXT + 1) if stream.modulates_text else None
     x, normed = stream.sum(x, _attend_self(stream, normed, skips=skips), stream.row(_SELF + 2), modulation)
-    return x, _attend_text(stream.text_attn, normed, text), stream.row(_TEXT + 2) if stream.modulates_text else None
+    return x, _attend_text(stream, normed, text), stream.row(_TEXT + 2) if stream.modulates_text else None
 
 
 def _attend_self(stream: _Stream, x: torch.Tensor, *, skips: bool) -> torch.Tensor:
@@ -249,10 +249,11 @@ def _attend_self(stream: _Stream, x: torch.Tensor, *, skips: bool) -> torch.Tens
     return _projected(attn, stream.attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v)), x)
 
 
-def _attend_text(attn: Any, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _attend_text(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the result of attention to the text, (1, tokens, width), of normed hidden states."""
-    query = _fused_rows(norm_rotate, attn.to_q(x), attn.norm_q.weight, attn.norm_q.eps)
-    return _projected(attn, attention("native")(_in_heads(attn, query), *text), x)
+    attn = stream.text_attn
+    query = _in_one_kernel(norm_rotate, attn.to_q(x), attn.norm_q.weight, attn.norm_q.eps)
+    return _projected(attn, stream.attend_text(_in_heads(attn, query), *text), x)
 
 
 def _norm_alone(
@@ -293,7 +294,7 @@ def _attend_other(
 
 def _rotated(norm: Any, x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """Return normed and rotated queries or keys, (1, tokens, width)."""
-    out: torch.Tensor = _fused_rows(norm_rotate, x, norm.weight, norm.eps, *angles)
+    out: torch.Tensor = _in_one_kernel(norm_rotate, x, norm.weight, norm.eps, *angles)
     return out
 
 
@@ -349,18 +350,19 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step) -> 
 
     Args:
         module: a `diffusers.LTX2VideoTransformer3DModel`, without hooks at the first call.
-        speed: has the kernels of the video's self-attention; other attention is always "native".
+        speed: has the kernels of the video's self-attention. Its attention to the text runs on the same one if that is
+            exact; all other attention is "native".
         step: `block_step`, or a compiled version of it.
     """
     if not hasattr(module, "kernels"):
         module.forward = MethodType(_forward, module)
     for layers in _fusible(module):
         unfuse_if_stale(*layers)
-    attend_other = attention("native")
+    attend_other, attend_text = attention("native"), exact_attention(speed.attention)
     for block in module.transformer_blocks:
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
-        block.step, block.attend_other = step, attend_other
+        block.step, block.attend_other, block.attend_text = step, attend_other, attend_text
     module.kernels = BlockKernels(speed)
     module.kernels.choose(module.transformer_blocks)
 

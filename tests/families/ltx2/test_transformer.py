@@ -290,8 +290,9 @@ def test_live_bytes_of_a_pass_are_within_the_forecast(
         y, _, modulations, *_ = arguments
         return x if y is None else result(), *(result() for _ in modulations)
 
-    monkeypatch.setattr(transformer, "_fused_rows", by_kernels)
-    monkeypatch.setattr(transformer, "attention", lambda _: lambda q, k, v: torch.empty_like(q))
+    monkeypatch.setattr(transformer, "_in_one_kernel", by_kernels)
+    for name_of_kernels in ("attention", "exact_attention"):
+        monkeypatch.setattr(transformer, name_of_kernels, lambda _: lambda q, k, v: torch.empty_like(q))
     spec = look_up(name, tmp_path)
     frames, height, width = 121, 704, 1216
     assert spec.sound_latents is not None
