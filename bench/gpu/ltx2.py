@@ -11,8 +11,8 @@ module of its own, with the same weights. Errors are ‖out - ref‖ / ‖ref‖
 in float32 with TF32 off, over the first `--reference-blocks` blocks.
 
 Clips: text to video with sound, 121 frames of 768x512, 30 steps with guidance (four passes a step) and 8 steps without,
-as of a distilled model. Gemma has `GEMMA_LAYERS` of its 48 layers on both sides. Variants are `CLIPS`. Each makes a
-first clip and another one. diffusers' seconds end with frames and samples in memory, Tandem's with a finished MP4.
+as of a distilled model. Gemma has `GEMMA_LAYERS` of its 48 layers on both sides. Variants are `CLIPS`, which each make
+`--repeats` clips of both kinds. diffusers' seconds end with frames and samples in memory, Tandem's with a finished MP4.
 
 Prints a JSON object per measurement and appends it to $OUT/ltx2.jsonl; profiles go to $OUT/profile-*.txt. No
 measurement starts after `--seconds`.
@@ -118,6 +118,7 @@ TINY: dict[str, Any] = {
     "num_layers": 3,
     "caption_channels": 32,
 }
+_FOLDER = "ltx-2-random"
 # The last layers of what a block adds to its input.
 _ADDED = ("to_out.0.weight", "ff.net.2.weight")
 _ADDED_SHARE = 0.3
@@ -294,7 +295,7 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
         tera=round(operations / found["seconds"] / 1e12, 1),
         errors=errors,
     )
-    if not bench.arguments.no_profile:
+    if bench.arguments.profile:
         profile(bench, f"{name}-{size}", run, what)
 
 
@@ -354,7 +355,10 @@ def save(module: Any, folder: Path) -> None:
 
 def folder_of_weights(bench: LtxBench) -> Path:
     """Return a folder of LTX-2 with random weights."""
-    folder = HOME / "ltx-2-random"
+    folder = HOME / _FOLDER
+    complete = folder / "complete"
+    if bench.arguments.keep and complete.exists():
+        return folder
     shutil.rmtree(folder, ignore_errors=True)
     tiny_models.build("ltx-2", folder)
     if bench.arguments.tiny:
@@ -386,6 +390,8 @@ def folder_of_weights(bench: LtxBench) -> Path:
                 torch.nn.init.constant_(buffer, float("mean" not in key))
         save(module, folder / name)
         bench.say(part="saved", component=name, seconds=round(time.perf_counter() - started, 1))
+        del module
+    complete.touch()
     return folder
 
 
@@ -402,7 +408,8 @@ def clips(bench: LtxBench) -> None:
                     by_pipeline(bench, folder)
                 else:
                     by_tandem(bench, folder, name, fields)
-    shutil.rmtree(HOME / "ltx-2-random", ignore_errors=True)
+    if not bench.arguments.keep:
+        shutil.rmtree(HOME / _FOLDER, ignore_errors=True)
 
 
 def clip_size(bench: LtxBench) -> dict[str, int]:
@@ -420,7 +427,7 @@ def by_tandem(bench: LtxBench, folder: Path, name: str, fields: dict[str, Any]) 
     history = HistoryFile(cache, machine)
     with Residency() as residency:
         for kind, (steps, scale) in CLIP_KINDS.items():
-            for number in (1, 2):
+            for number in range(1, bench.arguments.repeats + 1):
                 asked = fields | clip_size(bench) | {"prompt": "a red boat", "seed": number, "steps": steps}
                 asked |= {"model": str(folder), "guidance_scale": scale, "negative_prompt": "blue ball"}
                 context = PlanningContext(machine, cache / "clip.mp4", history=history.read())
@@ -484,7 +491,7 @@ def by_pipeline(bench: LtxBench, folder: Path) -> None:
                 "guidance_rescale": rescaled,
                 "spatio_temporal_guidance_blocks": list(guidance.skipping_blocks),
             }
-        for number in (1, 2):
+        for number in range(1, bench.arguments.repeats + 1):
             stamps: list[float] = []
             bench.wait()
             started = time.perf_counter()
@@ -520,7 +527,9 @@ def main() -> None:
     parser.add_argument("--config", default="default", help="of passes: default, ltx-2 or ltx-2.3")
     parser.add_argument("--reference-blocks", type=int, default=4, help="0 measures no errors")
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--no-profile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="of each pass, about 5 s more")
+    parser.add_argument("--repeats", type=int, default=2, help="clips of each kind")
+    parser.add_argument("--keep", action="store_true", help="keep the folder of clips, or use one that was kept")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()

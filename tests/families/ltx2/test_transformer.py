@@ -9,9 +9,11 @@ import pytest
 import torch
 from diffusers import LTX2VideoTransformer3DModel
 from diffusers.models.transformers.transformer_ltx2 import LTX2PerturbedAttnProcessor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
+from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTED
 from runtime.execution.streams import Streams
 from runtime.families.ltx2 import transformer
@@ -309,6 +311,35 @@ def test_live_bytes_of_a_pass_are_within_the_forecast(
         denoiser(given.latents, times, given.text)
     forecast = memory_model.denoise_bytes(spec, spec.tokens(frames, height, width), "bfloat16")
     assert 0.85 * forecast <= counted.peak <= 1.01 * forecast
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_blocks_are_compiled_once_for_each_kind_of_pass(
+    architecture: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, counter, compiler = load(tiny(architecture)), CompileCounterWithBackend("aot_eager"), torch.compile
+    assert len(module.transformer_blocks) > 1
+
+    def compile_with_counter(function: Any, *, options: Any, **settings: Any) -> Any:
+        del options  # Inductor's
+        return compiler(function, backend=counter, **settings)
+
+    monkeypatch.setattr(torch, "compile", compile_with_counter)
+    given, degraded, denoiser = inputs(module), [], made(module)
+    denoiser.compute(Speed(compiled=True, text_kept=True), lambda *what: degraded.append(what))
+    discard_compiled_code()
+    # The last block but one skips its self-attention in one of the kinds.
+    for count, which in enumerate(PASSES, 1):
+        denoiser(given.latents, TIMES["text"], given.text, which)
+        assert counter.frame_count == count
+    seconds = denoiser.compile_seconds
+    for times in (TIMES["text"], torch.tensor(100.0)):
+        for which in (*PASSES, UNPROMPTED):
+            denoiser(given.latents, times, given.text, which)
+    assert (counter.frame_count, degraded) == (len(PASSES), [])
+    assert 0 < denoiser.compile_seconds <= seconds
+    discard_compiled_code()
 
 
 @pytest.mark.slow
