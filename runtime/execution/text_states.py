@@ -37,14 +37,9 @@ class TextState:
 
 
 class TextStates:
-    """The states of the last texts, by the identity of their tensors.
+    """The states of the last texts, by the identity of their tensors."""
 
-    Args:
-        project: returns the state of text embeddings, (batch, text tokens, text width).
-    """
-
-    def __init__(self, project: Callable[[torch.Tensor], TextState]) -> None:
-        self._project = project
+    def __init__(self) -> None:
         self._states: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
 
     def __len__(self) -> int:
@@ -54,14 +49,20 @@ class TextStates:
         """Free all states."""
         self._states.clear()
 
-    def later(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
-        """Return a function that returns the state of texts, a batch; call it when the weights are on the device."""
+    def later(
+        self, texts: tuple[torch.Tensor, ...], project: Callable[[torch.Tensor], TextState]
+    ) -> Callable[[], TextState]:
+        """Return a function that returns the state of texts, a batch; call it when the weights are on the device.
+
+        Args:
+            project: returns the state of text embeddings, (batch, text tokens, text width), if there is none yet.
+        """
 
         def state() -> TextState:
             for stored, cached in self._states:
                 if len(stored) == len(texts) and all(a is b for a, b in zip(stored, texts, strict=True)):
                     return cached
-            projected = self._project(torch.cat(texts))
+            projected = project(torch.cat(texts))
             self._states = [*self._states[1 - _CACHED_TEXTS :], (texts, projected)]
             return projected
 

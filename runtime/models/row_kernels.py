@@ -140,6 +140,7 @@ def _norm_rotate_kernel(  # type: ignore[no-untyped-def]
     out,
     tokens,
     stride: tl.constexpr,
+    norms: tl.constexpr,
     rotates: tl.constexpr,
     distance: tl.constexpr,
     epsilon: tl.constexpr,
@@ -149,13 +150,16 @@ def _norm_rotate_kernel(  # type: ignore[no-untyped-def]
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value) / width + epsilon)
-    value = value * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0
+    if norms:
+        inverse = tl.rsqrt(tl.sum(value * value) / width + epsilon)
+        value = value * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if rotates:
         is_second = column % (2 * distance) >= distance
         partner = tl.where(is_second, column - distance, column + distance)
         other = tl.load(x + row * stride + partner, mask=inside, other=0.0).to(tl.float32)
-        other = other * inverse * tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+        if norms:
+            other = other * inverse * tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
         angle = (row % tokens) * (width // 2) + column // (2 * distance) * distance + column % distance
         sine = tl.load(sin + angle, mask=inside, other=0.0)
         value = value * tl.load(cos + angle, mask=inside, other=0.0) + other * tl.where(is_second, sine, -sine)
@@ -280,7 +284,7 @@ def add_norms(
 
 def norm_rotate(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     epsilon: float,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
@@ -294,7 +298,18 @@ def norm_rotate(
     tables = (x, x) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     with torch.cuda.device_of(x):
         _norm_rotate_kernel[(batch * tokens,)](
-            x, weight, *tables, out, tokens, x.stride(1), cos is not None, distance, epsilon, width, **_block(width)
+            x,
+            x if weight is None else weight,
+            *tables,
+            out,
+            tokens,
+            x.stride(1),
+            weight is not None,
+            cos is not None,
+            distance,
+            epsilon,
+            width,
+            **_block(width),
         )
     return out
 

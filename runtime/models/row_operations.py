@@ -93,7 +93,7 @@ def add_norms(
 
 def norm_rotate(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     epsilon: float,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
@@ -103,7 +103,7 @@ def norm_rotate(
 
     Args:
         x: (batch, tokens, width).
-        weight: of the norm, (width).
+        weight: of the norm, (width); `None` if `x` is normed.
         cos, sin: of each pair, (1, tokens, width / 2), float32; `None` for no rotation.
         distance: between the channels of a pair: 1 if they are adjacent, or half of a head's width. Pairs are numbered
             by their first channels.
@@ -111,8 +111,9 @@ def norm_rotate(
     Returns:
         A tensor shaped like `x`, in its dtype.
     """
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight
+    normed = wide = x.float()
+    if weight is not None:
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight
     if cos is None or sin is None:
         return normed.to(x.dtype)
     # In this form a compiler can compute it in the kernel of the norm.

@@ -72,10 +72,10 @@ def test_norm_rotate(width: int, distance: int, dtype: str) -> None:
     x = torch.randn(2, 5, 3 * width).to(getattr(torch, dtype))
     weight, (cos, sin) = 1 + 0.1 * torch.randn(width), torch.randn(2, 1, 5, width // 2)
     for part in (*x.split(width, dim=2), x[:, ::2, :width]):
-        given = (part, weight, 1e-6)
-        close(row_kernels.norm_rotate(*given), row_operations.norm_rotate(*given))
         angles = (cos[:, : part.shape[1]], sin[:, : part.shape[1]], distance)
-        close(row_kernels.norm_rotate(*given, *angles), row_operations.norm_rotate(*given, *angles))
+        for given in ((part, weight, 1e-6), (part, None, 1e-6)):
+            close(row_kernels.norm_rotate(*given), row_operations.norm_rotate(*given))
+            close(row_kernels.norm_rotate(*given, *angles), row_operations.norm_rotate(*given, *angles))
 
 
 def in_fp8(*size: int) -> torch.Tensor:

@@ -93,8 +93,9 @@ _Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class _Stream(NamedTuple):
-    """A block's layers for one stream, its table, and how its tokens attend to each other."""
+    """A block and its layers for one stream, its table, and how its tokens attend to each other."""
 
+    block: Any
     attn: Any
     text_attn: Any
     table: torch.Tensor
@@ -178,7 +179,7 @@ def text_keys_values(
             rows = table if rows_added is None else table + rows_added
             shift, scale = rows.chunk(2, dim=1)
             given = (text * (1 + scale) + shift).to(text.dtype)
-        keys = _in_one_kernel(norm_rotate, attn.to_k(given), attn.norm_k.weight, attn.norm_k.eps)
+        keys = _normed(block, attn.norm_k, attn.to_k(given))
         results.append((_in_heads(attn, keys), _in_heads(attn, attn.to_v(given))))
     return tuple(results)
 
@@ -200,6 +201,7 @@ def _streams(block: Any, modulation: Modulation, rotations: Rotations, first_cou
         )
     ]
     video = _Stream(
+        block,
         block.attn1,
         block.attn2,
         tables[0],
@@ -211,6 +213,7 @@ def _streams(block: Any, modulation: Modulation, rotations: Rotations, first_cou
         block.video_cross_attn_adaln,
     )
     sound = _Stream(
+        block,
         block.audio_attn1,
         block.audio_attn2,
         tables[1],
@@ -239,20 +242,20 @@ def _attend(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Te
 
 def _attend_self(stream: _Stream, x: torch.Tensor, *, skips: bool) -> torch.Tensor:
     """Return the result of self-attention, (1, tokens, width), of normed hidden states."""
-    attn = stream.attn
+    attn, block = stream.attn, stream.block
     if skips:
         return _projected(attn, _in_heads(attn, attn.to_v(x)), x)
     fused = getattr(attn, _FUSED, None)
     layers = (attn.to_q, attn.to_k, attn.to_v)
     q, k, v = [layer(x) for layer in layers] if fused is None else fused(x).chunk(3, 2)
-    q, k = _rotated(attn.norm_q, q, stream.rotation), _rotated(attn.norm_k, k, stream.rotation)
+    q, k = _normed(block, attn.norm_q, q, stream.rotation), _normed(block, attn.norm_k, k, stream.rotation)
     return _projected(attn, stream.attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v)), x)
 
 
 def _attend_text(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the result of attention to the text, (1, tokens, width), of normed hidden states."""
     attn = stream.text_attn
-    query = _in_one_kernel(norm_rotate, attn.to_q(x), attn.norm_q.weight, attn.norm_q.eps)
+    query = _normed(stream.block, attn.norm_q, attn.to_q(x))
     return _projected(attn, stream.attend_text(_in_heads(attn, query), *text), x)
 
 
@@ -271,9 +274,9 @@ def _exchange(
     """Return what `_norm_alone` does, after the streams have attended to each other."""
     x, x_asks, x_tells = video.sum(*of_video, *_cross_modulations(video))
     y, y_tells, y_asks = sound.sum(*of_sound, *_cross_modulations(sound))
-    attend, x_angles, y_angles = block.attend_other, rotations.video_cross, rotations.sound_cross
-    x_added = _attend_other(block.audio_to_video_attn, attend, x_asks, y_tells, x_angles, y_angles)
-    y_added = _attend_other(block.video_to_audio_attn, attend, y_asks, x_tells, y_angles, x_angles)
+    x_angles, y_angles = rotations.video_cross, rotations.sound_cross
+    x_added = _attend_other(block, block.audio_to_video_attn, x_asks, y_tells, x_angles, y_angles)
+    y_added = _attend_other(block, block.video_to_audio_attn, y_asks, x_tells, y_angles, x_angles)
     return _norm_alone(video, sound, (x, x_added, video.row(-1)), (y, y_added, sound.row(-1)))
 
 
@@ -283,18 +286,20 @@ def _cross_modulations(stream: _Stream) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def _attend_other(
-    attn: Any, attend: Attention, x: torch.Tensor, other: torch.Tensor, rotation: Angles, other_rotation: Angles
+    block: Any, attn: Any, x: torch.Tensor, other: torch.Tensor, rotation: Angles, other_rotation: Angles
 ) -> torch.Tensor:
     """Return the result of a stream's attention to the other one, (1, tokens, width); both are normed."""
     fused = getattr(attn, _FUSED_OTHER, None)
     k, v = (attn.to_k(other), attn.to_v(other)) if fused is None else fused(other).chunk(2, 2)
-    q, k = _rotated(attn.norm_q, attn.to_q(x), rotation), _rotated(attn.norm_k, k, other_rotation)
-    return _projected(attn, attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v)), x)
+    q, k = _normed(block, attn.norm_q, attn.to_q(x), rotation), _normed(block, attn.norm_k, k, other_rotation)
+    attended = block.attend_other(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v))
+    return _projected(attn, attended, x)
 
 
-def _rotated(norm: Any, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-    """Return normed and rotated queries or keys, (1, tokens, width)."""
-    out: torch.Tensor = _in_one_kernel(norm_rotate, x, norm.weight, norm.eps, *angles)
+def _normed(block: Any, norm: Any, x: torch.Tensor, angles: Angles | tuple[()] = ()) -> torch.Tensor:
+    """Return normed queries or keys, (1, tokens, width), rotated if there are angles."""
+    x, weight = (norm(x), None) if block.norms_apart else (x, norm.weight)
+    out: torch.Tensor = _in_one_kernel(norm_rotate, x, weight, norm.eps, *angles)
     return out
 
 
@@ -430,6 +435,9 @@ def _forward(
     joined = torch.cat([x.flatten(1), y.flatten(1)], dim=1)
     del x, y
     self.kernels.choose(self.transformer_blocks)
+    for block in self.transformer_blocks:
+        # Offloading by layer brings the weights of a norm where its own `forward` is called.
+        block.norms_apart = "forward" in vars(block.attn1.norm_q)
     for index, block in enumerate(self.transformer_blocks):
         joined = block(
             joined, tokens, state.for_block(index), modulation, rotations, first_count, index in skipping, isolated
@@ -537,7 +545,7 @@ class PyTorchStreamDenoiser(StepCaching):
         self._streams: Streams | None = None
         self._skipping: frozenset[int] = frozenset()
         self.dtype: torch.dtype = module.proj_in.weight.dtype
-        self._texts = TextStates(self._project)
+        self._texts = TextStates()
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
@@ -604,7 +612,7 @@ class PyTorchStreamDenoiser(StepCaching):
         """
         assert self._streams is not None, "call `see` first"
         skipping = self._skipping if which == SKIPPING else frozenset()
-        text = self._texts.later((text_embeds,))
+        text = self._texts.later((text_embeds,), self._project)
         with self._module.cache_context(which) if self._caches else nullcontext():
             predicted: torch.Tensor = self._module(
                 latents, timestep.reshape(-1), text, self._streams, skipping, which == ISOLATED

@@ -416,7 +416,7 @@ class PyTorchDenoiser(StepCaching):
         # Not the dtype of any parameter: norms are always in float32.
         self._module = module
         self.dtype: torch.dtype = module.patch_embedding.weight.dtype
-        self._texts = TextStates(self._project)
+        self._texts = TextStates()
         self._graphed: CudaGraphRunner | None = None
         self._engines: BlockEngines | None = None
         self.compute(speed)
@@ -502,7 +502,7 @@ class PyTorchDenoiser(StepCaching):
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
-        text = self._texts.later(texts)
+        text = self._texts.later(texts, self._project)
         if self._graphed is None:
             return self._predict(latents, timestep, text)
         return self._graphed(latents, timestep, text)
