@@ -73,9 +73,11 @@ def test_norm_rotate(width: int, distance: int, dtype: str) -> None:
     weight, (cos, sin) = 1 + 0.1 * torch.randn(width), torch.randn(2, 1, 5, width // 2)
     for part in (*x.split(width, dim=2), x[:, ::2, :width]):
         angles = (cos[:, : part.shape[1]], sin[:, : part.shape[1]], distance)
-        for given in ((part, weight, 1e-6), (part, None, 1e-6)):
+        for factors in (weight, None):
+            given = (part, factors, 1e-6)
             close(row_kernels.norm_rotate(*given), row_operations.norm_rotate(*given))
-            close(row_kernels.norm_rotate(*given, *angles), row_operations.norm_rotate(*given, *angles))
+            turned = (part, factors, 1e-6, *angles)
+            close(row_kernels.norm_rotate(*turned), row_operations.norm_rotate(*turned))
 
 
 def in_fp8(*size: int) -> torch.Tensor:
