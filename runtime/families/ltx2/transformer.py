@@ -21,7 +21,6 @@ caching, still work. Dropout is left out: its probability is 0.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -54,7 +53,7 @@ _FUSED, _FUSED_OTHER = "to_qkv", "to_kv"
 # the other one, and the gate.
 _SELF, _FEED_FORWARD, _TEXT, _CROSS = 0, 3, 6, 5
 # The sound's few values pass as many operations as the video's: each of them takes one kernel instead of several.
-_in_one_kernel = partial(computed, fewest=0)
+_FEWEST = 0
 
 
 class Angles(NamedTuple):
@@ -106,21 +105,6 @@ class _Stream(NamedTuple):
     epsilon: float
     modulates_text: bool
 
-    def row(self, number: int) -> torch.Tensor:
-        """Return a row of the table, (timesteps, width); negative numbers count from the end."""
-        return self.table[:, number]
-
-    def modulation(self, shift: int, scale: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and shift of a norm."""
-        return self.row(scale), self.row(shift)
-
-    def sum(
-        self, x: torch.Tensor, y: torch.Tensor | None, gate: torch.Tensor | None, *norms: Any
-    ) -> tuple[torch.Tensor, ...]:
-        """See `row_operations.add_norms`."""
-        out: tuple[torch.Tensor, ...] = _in_one_kernel(add_norms, x, y, gate, norms, self.first_count, self.epsilon)
-        return out
-
 
 def block_step(
     block: Any,
@@ -152,12 +136,15 @@ def block_step(
     if isinstance(text[0], torch.Tensor):
         text = text_keys_values(block, text, modulation)
     # Nested calls, so that intermediate values are freed as soon as possible.
-    finish = _norm_alone if isolated else partial(_exchange, block, rotations)
-    x, x_normed, y, y_normed = finish(
-        video, sound, _attend(video, x, text[0], skips=skips), _attend(sound, y, text[1], skips=skips)
+    x, x_normed, y, y_normed = _finish(
+        video,
+        sound,
+        None if isolated else rotations,
+        _attend(video, x, text[0], skips=skips),
+        _attend(sound, y, text[1], skips=skips),
     )
-    (x,) = video.sum(x, _feed_forward(block.ff, x_normed), video.row(_FEED_FORWARD + 2))
-    (y,) = sound.sum(y, _feed_forward(block.audio_ff, y_normed), sound.row(_FEED_FORWARD + 2))
+    (x,) = _sum(video, x, _feed_forward(block.ff, x_normed), _row(video, _FEED_FORWARD + 2))
+    (y,) = _sum(sound, y, _feed_forward(block.audio_ff, y_normed), _row(sound, _FEED_FORWARD + 2))
     return torch.cat([x.flatten(1), y.flatten(1)], dim=1)
 
 
@@ -234,10 +221,10 @@ def _attend(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Te
         x: hidden states, (1, tokens, width).
         text: keys and values.
     """
-    _, normed = stream.sum(x, None, None, stream.modulation(_SELF, _SELF + 1))
-    modulation = stream.modulation(_TEXT, _TEXT + 1) if stream.modulates_text else None
-    x, normed = stream.sum(x, _attend_self(stream, normed, skips=skips), stream.row(_SELF + 2), modulation)
-    return x, _attend_text(stream, normed, text), stream.row(_TEXT + 2) if stream.modulates_text else None
+    _, normed = _sum(stream, x, None, None, _modulation(stream, _SELF, _SELF + 1))
+    modulation = _modulation(stream, _TEXT, _TEXT + 1) if stream.modulates_text else None
+    x, normed = _sum(stream, x, _attend_self(stream, normed, skips=skips), _row(stream, _SELF + 2), modulation)
+    return x, _attend_text(stream, normed, text), _row(stream, _TEXT + 2) if stream.modulates_text else None
 
 
 def _attend_self(stream: _Stream, x: torch.Tensor, *, skips: bool) -> torch.Tensor:
@@ -259,30 +246,49 @@ def _attend_text(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, tor
     return _projected(attn, stream.attend_text(_in_heads(attn, query), *text), x)
 
 
-def _norm_alone(
-    video: _Stream, sound: _Stream, of_video: _Attended, of_sound: _Attended
+def _finish(
+    video: _Stream, sound: _Stream, rotations: Rotations | None, of_video: _Attended, of_sound: _Attended
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the video's hidden states after both attentions and the norm of them, and the same of the sound."""
-    x, x_normed = video.sum(*of_video, video.modulation(_FEED_FORWARD, _FEED_FORWARD + 1))
-    y, y_normed = sound.sum(*of_sound, sound.modulation(_FEED_FORWARD, _FEED_FORWARD + 1))
+    """Return hidden states after all attention and their norm for the feed-forward, of the video and of the sound.
+
+    Args:
+        rotations: `None` if the streams do not attend to each other.
+    """
+    if rotations is not None:
+        block, x_angles, y_angles = video.block, rotations.video_cross, rotations.sound_cross
+        x, x_asks, x_tells = _sum(video, *of_video, *_cross_modulations(video))
+        y, y_tells, y_asks = _sum(sound, *of_sound, *_cross_modulations(sound))
+        x_added = _attend_other(block, block.audio_to_video_attn, x_asks, y_tells, x_angles, y_angles)
+        y_added = _attend_other(block, block.video_to_audio_attn, y_asks, x_tells, y_angles, x_angles)
+        of_video, of_sound = (x, x_added, _row(video, -1)), (y, y_added, _row(sound, -1))
+    x, x_normed = _sum(video, *of_video, _modulation(video, _FEED_FORWARD, _FEED_FORWARD + 1))
+    y, y_normed = _sum(sound, *of_sound, _modulation(sound, _FEED_FORWARD, _FEED_FORWARD + 1))
     return x, x_normed, y, y_normed
 
 
-def _exchange(
-    block: Any, rotations: Rotations, video: _Stream, sound: _Stream, of_video: _Attended, of_sound: _Attended
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what `_norm_alone` does, after the streams have attended to each other."""
-    x, x_asks, x_tells = video.sum(*of_video, *_cross_modulations(video))
-    y, y_tells, y_asks = sound.sum(*of_sound, *_cross_modulations(sound))
-    x_angles, y_angles = rotations.video_cross, rotations.sound_cross
-    x_added = _attend_other(block, block.audio_to_video_attn, x_asks, y_tells, x_angles, y_angles)
-    y_added = _attend_other(block, block.video_to_audio_attn, y_asks, x_tells, y_angles, x_angles)
-    return _norm_alone(video, sound, (x, x_added, video.row(-1)), (y, y_added, sound.row(-1)))
+def _row(stream: _Stream, number: int) -> torch.Tensor:
+    """Return a row of a stream's table, (timesteps, width); negative numbers count from the end."""
+    return stream.table[:, number]
+
+
+def _modulation(stream: _Stream, shift: int, scale: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and shift of a norm."""
+    return _row(stream, scale), _row(stream, shift)
+
+
+def _sum(
+    stream: _Stream, x: torch.Tensor, y: torch.Tensor | None, gate: torch.Tensor | None, *norms: Any
+) -> tuple[torch.Tensor, ...]:
+    """See `row_operations.add_norms`."""
+    out: tuple[torch.Tensor, ...] = computed(
+        add_norms, x, y, gate, norms, stream.first_count, stream.epsilon, fewest=_FEWEST
+    )
+    return out
 
 
 def _cross_modulations(stream: _Stream) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the scale and shift of a stream in the video's attention to the sound, and in the sound's to the video."""
-    return [(stream.row(-_CROSS + place), stream.row(-_CROSS + place + 1)) for place in (0, 2)]
+    return [(_row(stream, -_CROSS + place), _row(stream, -_CROSS + place + 1)) for place in (0, 2)]
 
 
 def _attend_other(
@@ -299,7 +305,7 @@ def _attend_other(
 def _normed(block: Any, norm: Any, x: torch.Tensor, angles: Angles | tuple[()] = ()) -> torch.Tensor:
     """Return normed queries or keys, (1, tokens, width), rotated if there are angles."""
     x, weight = (norm(x), None) if block.norms_apart else (x, norm.weight)
-    out: torch.Tensor = _in_one_kernel(norm_rotate, x, weight, norm.eps, *angles)
+    out: torch.Tensor = computed(norm_rotate, x, weight, norm.eps, *angles, fewest=_FEWEST)
     return out
 
 
