@@ -283,7 +283,9 @@ def test_live_bytes_of_a_pass_are_within_the_forecast(
 ) -> None:
     """With two blocks at full size, and with Triton's kernels, which allocate their results only."""
 
-    def by_kernels(plain: Any, x: torch.Tensor, *arguments: Any, **_: Any) -> Any:
+    def by_kernels(plain: Any, x: torch.Tensor, *arguments: Any, fewest: int | None = None) -> Any:
+        del fewest
+
         def result() -> torch.Tensor:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
