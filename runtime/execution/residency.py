@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -502,6 +502,9 @@ class Residency:
     def _drop(self, key: _Key) -> None:
         entry = self._loaded.pop(key, None)
         if entry is not None:
+            if key.device.startswith("cuda"):
+                # What was loaded on a thread has memory of that thread's stream, which does not wait for the steps'.
+                torch.cuda.synchronize(key.device)
             entry.close()
         del entry
         release_cached_memory(unreachable=key.placement in _HOOKED or key.quantization != NONE)
@@ -570,9 +573,25 @@ def _no_engines(engines: OpenEngines, _: Callable[[Fact], Any]) -> Any:
 
 
 def _beside_others(device: str, load: Callable[[], Any]) -> Any:
-    """Load on a thread of its own, which has a current device of its own."""
+    """Load on a thread of its own, which has a current device and, on a GPU, a stream of its own.
+
+    On the stream of the steps, each tensor would wait for all kernels that are queued there.
+    """
     with beside_others(), _current(device):
-        return load()
+        if not device.startswith("cuda"):
+            return load()
+        stream = _loading_stream(device)
+        with torch.cuda.stream(stream):
+            try:
+                return load()
+            finally:
+                stream.synchronize()
+
+
+@cache
+def _loading_stream(device: str) -> "torch.cuda.Stream":
+    """Return one stream per device: memory that was freed on a stream is used again there only."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation
 
 
 def _current(device: str) -> AbstractContextManager[object]:
