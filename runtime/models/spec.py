@@ -345,6 +345,7 @@ class SoundLatents:
     Attributes:
         channels, bins: of each latent.
         per_second: latents of a second.
+        width: channels of a latent in the transformer, which attends to a text of its own.
         parts: what `SOUND_DECODERS` compute, by name.
         guidance: of both streams.
     """
@@ -352,6 +353,7 @@ class SoundLatents:
     channels: int
     bins: int
     per_second: float
+    width: int
     parts: Mapping[str, SoundPart]
     guidance: StreamGuidance
 

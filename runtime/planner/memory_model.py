@@ -133,7 +133,7 @@ class Workload:
             height=plan.height,
             width=plan.width,
             split=plan.split,
-            cached_tensors=cached_tensors(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+            cached_tensors=cached_tensors(spec, plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
             text_bytes=plan.speed.text_bytes,
             working_sets=working_sets(plan.speed),
             sound_shape=plan.sound_shape,
@@ -507,9 +507,12 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     return size + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
 
 
-def cached_tensors(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> tuple[int, int]:
+def cached_tensors(
+    spec: ModelSpec, step_cache: str, guidance_scale: float, guidance_scale_2: float | None
+) -> tuple[int, int]:
     """Return the forward passes of a step that a step cache stores, and the tensors, (tokens, width), for each."""
-    return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1, _CACHED_TENSORS[kind_of(step_cache)]
+    passes = spec.guidance_passes if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
+    return passes, _CACHED_TENSORS[kind_of(step_cache)]
 
 
 def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:

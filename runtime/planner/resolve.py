@@ -282,7 +282,9 @@ class _Placed:
         workload = replace(
             _workload(self.spec, self.device, _with_precisions(self.dtypes, choices), choices, settings),
             split=None if self.split is None else self.split.replace(decode=decodes),
-            cached_tensors=memory_model.cached_tensors(settings.step_cache, settings.guidance, settings.guidance_2),
+            cached_tensors=memory_model.cached_tensors(
+                self.spec, settings.step_cache, settings.guidance, settings.guidance_2
+            ),
         )
         inputs = ForecastInputs(
             request=self.request,

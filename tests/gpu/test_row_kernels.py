@@ -1,5 +1,7 @@
 """Triton's kernels of a transformer's operations on a GPU, at the sizes of large models, and FP8 layers with them."""
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -56,6 +58,32 @@ def test_kernels_round_as_pytorch(dtype: torch.dtype) -> None:
     assert torch.equal(rounded.float(), row_operations.to_fp8(x, scale).float())
     back = computed(row_operations.from_fp8, rounded, scale, dtype)
     assert relative_error(back, row_operations.from_fp8(rounded, scale, dtype)) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_norms_and_rotations_round_as_pytorch(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    x, y = random(1, TOKENS, width, dtype=dtype), random(1, TOKENS, width, dtype=dtype)
+    for timesteps in (1, 2):
+        gate, *rows = random(timesteps, 5, width, dtype=torch.float32).unbind(1)
+        pairs = [(rows[0], rows[1]), (rows[2], rows[3])]
+        sums: list[tuple[Any, ...]] = [(x, y, gate, pairs[:count], 700, 1e-6) for count in range(3)]
+        for arguments in (*sums, (x, None, None, pairs[:1], 700, 1e-6), (x, y, None, [None], 0, 1e-6)):
+            results = zip(
+                computed(row_operations.add_norms, *arguments, fewest=0),
+                row_operations.add_norms(*arguments),
+                strict=True,
+            )
+            assert all(relative_error(got, wanted) < tolerance for got, wanted in results)
+    wide, weight = random(1, TOKENS, 3 * width, dtype=dtype), random(width, dtype=dtype)
+    cos, sin = random(2, 1, TOKENS, width // 2, dtype=torch.float32)
+    for distance in (1, 32, 64):
+        for part in wide.split(width, dim=2):
+            angles = (weight, 1e-6, cos, sin, distance)
+            got = computed(row_operations.norm_rotate, part, *angles, fewest=0)
+            assert relative_error(got, row_operations.norm_rotate(part, *angles)) < tolerance
 
 
 @pytest.mark.parametrize("width", [WIDTH, 13_824])

@@ -60,8 +60,7 @@ def sound_decoder(name: str, module: torch.nn.Module, device: str | torch.device
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchStreamDenoiser:
     """See `execution.components.Components`."""
-    del speed
-    return PyTorchStreamDenoiser(module)
+    return PyTorchStreamDenoiser(module, speed)
 
 
 def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:

@@ -36,15 +36,10 @@ from runtime.models.timesteps import NoiseLevels, ShiftBySize, noise_levels
 MAX_SEQUENCE_LENGTH = 1024
 # Weights of the text encoder that only images need. The last layer gives the words that follow.
 VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head\.")
-# Everything runs in diffusers' modules as they are: of `Speed`, the family has PyTorch's own attention only, decodes a
-# clip in one call, and on one GPU.
-_LACKS = frozenset(
-    {
-        "attention", "chunks", "compiled", "text_kept", "paired", "graphed", "fused", "channels_last", "compiled_vae",
-        "strips",
-    }
-)  # fmt: skip
-_UNSUPPORTED = frozenset({"gpus", "step_cache", "guidance_cache"})
+# The VAE runs in diffusers' module as it is, and decodes a clip in one call, on one GPU. The passes of a step differ in
+# more than their text, so they are separate calls; each takes much longer than launching its kernels.
+_LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
+_UNSUPPORTED = frozenset({"gpus", "guidance_cache"})
 _UNQUANTIZED = (
     "proj_in", "audio_proj_in", "caption_projection", "audio_caption_projection", "time_embed", "audio_time_embed",
     "av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift", "av_cross_attn_video_a2v_gate",
@@ -107,6 +102,7 @@ class TransformerSpec:
         text_dim: channels of a text embedding for the video.
         sound_heads, sound_head_dim, sound_channels, sound_text_dim: of the stream of the sound.
         modulated_text: whether the attention to the text depends on the timestep, as from LTX-2.3 on.
+        keeps_text: whether its keys and values nevertheless do not.
         gated: whether results of attention have gates, as from LTX-2.3 on.
         projects_text: whether the transformer projects the text, as LTX-2's does.
     """
@@ -121,6 +117,7 @@ class TransformerSpec:
     sound_channels: Annotated[int, up_to(4_096)]
     sound_text_dim: _Size
     modulated_text: bool
+    keeps_text: bool
     gated: bool
     projects_text: bool
 
@@ -173,18 +170,18 @@ class TransformerSpec:
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
         """Return the peak memory of one forward pass in bytes, weights excluded; attention stores no matrix.
 
-        There are the stream, the norm and the result, and in the feed-forward twice the inner layer, or in attention
-        queries, keys and values and in float32 two tensors of the rotation. The tables of the rotations are float32.
-        With a timestep for each token, there are also its modulations, and their sum with those of the block.
+        There are the stream before the block and now, the norm, and in the feed-forward twice the inner layer, or in
+        attention queries, keys and values and in float32 three tensors of the rotation. The tables of the rotations are
+        float32. Two timesteps take no more: tables of a block have a row for each.
 
-        Counted from diffusers' `LTX2VideoTransformerBlock`, not measured.
+        Counted from `transformer.block_step`; `tests/families/ltx2/test_transformer.py` counts its tensors.
         """
+        del time_per_token
         e, width = element_bytes, self.width
         feed_forward = e * (3 * width + 2 * self.ffn_dim)
-        rotation = e * 6 * width + 2 * _FLOAT32 * width
+        rotation = e * 6 * width + 3 * _FLOAT32 * width
         tables = _FLOAT32 * (width + self.sound_width)
-        modulations = e * 2 * (9 if self.modulated_text else 6) * width if time_per_token else 0
-        return tokens * (max(feed_forward, rotation) + tables + modulations)
+        return tokens * (max(feed_forward, rotation) + tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -498,6 +495,7 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
             "text_dim": text_dim,
             "sound_text_dim": sound_text_dim,
             "modulated_text": config.get("cross_attn_mod", False),
+            "keeps_text": not (config.get("cross_attn_mod", False) and config.get("use_prompt_adaln_single", True)),
             "gated": config.get("gated_attn", False),
             "projects_text": config.get("use_prompt_embeddings", True),
         }
@@ -537,6 +535,8 @@ def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, 
     for name in ("patch_size", "patch_size_t", "audio_patch_size", "audio_patch_size_t"):
         if config.get(name, 1) != 1:
             raise ValueError(name)
+    if config.get("norm_elementwise_affine", False):
+        raise ValueError("norm_elementwise_affine")
     for name in ("cross_attn_mod", "gated_attn"):
         if config.get(name, False) != config.get(f"audio_{name}", False):
             raise ValueError(name)
@@ -610,6 +610,7 @@ def _sound(configs: Mapping[str, Mapping[str, Any]], transformer: TransformerSpe
         channels=vae.latent_channels,
         bins=bins,
         per_second=vae.sample_rate / vae.mel_hop_length / _SPECTRUM_STRIDE,
+        width=transformer.sound_width,
         parts={"audio_vae": vae.part(), "vocoder": part},
         guidance=_guidance(transformer),
     )
@@ -677,7 +678,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "noise": configs.noise,
         "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, crf=_IMAGE_CRF),
         "sound": configs.sound,
-        "lacks": _LACKS,
+        "lacks": _LACKS if configs.transformer.keeps_text else _LACKS | {"text_kept"},
         "unsupported": _UNSUPPORTED,
         "unquantized": _UNQUANTIZED,
     }
