@@ -247,7 +247,7 @@ def test_a_plan_has_what_the_family_implements() -> None:
     ("fields", "expected"),
     [
         ({}, {"attention": "flash4", "fused": True}),
-        (LARGE, {"attention": "flash4", "compiled": True}),
+        (LARGE, {"attention": "flash4", "compiled": False}),
         ({"compile": "always", "attention": "cudnn"}, {"attention": "cudnn", "compiled": True}),
         ({"attention": "fp8", "quantization": "fp8"}, {"attention": "fp8", "fused": False}),
         (LARGE | {"attention": "sol"}, {"attention": "flash4", "sparse_tau": 1.0}),
