@@ -354,6 +354,10 @@ _REASONS: Mapping[str, Message] = {
         "{model} takes its guidance scale as an input and has no second pass to leave out.",
         "Use {set[guidance_cache=off]}.",
     ),
+    "planner.one_stage_only": Message(
+        "{model} cannot make videos in two stages: it is not distilled, or has no folder `latent_upsampler`.",
+        "Use {set[stages=1]}, or a distilled model with that folder.",
+    ),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.steps_computed": Message(
         "{computed} of {steps:n step} are computed, the others reuse block residuals ({step_cache}), as requested."

@@ -4,7 +4,7 @@ Source of defaults: https://github.com/Lightricks/LTX-2 and diffusers' `LTX2Pipe
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -19,10 +19,12 @@ from runtime.models.folder import count_parameters, read_config, read_sidecar, r
 from runtime.models.registry import Family, KnownModel
 from runtime.models.spec import (
     CONNECTORS,
+    LATENT_UPSAMPLER,
     VAE_ENCODER,
     Defaults,
     ImageInput,
     ModelSpec,
+    RefinementSpec,
     SoundLatents,
     SoundPart,
     SoundSpec,
@@ -61,6 +63,8 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "vocoder": (),
 }
 _FLOAT32 = 4
+# How many times larger the latents of the second stage are.
+_UPSAMPLED = 2.0
 # Values of a 3×3×3 and of a 3×3 kernel.
 _KERNEL, _KERNEL_2D = 27, 9
 # Tokens along an axis. Positions are computed, without a table, so this only limits sizes.
@@ -78,6 +82,8 @@ _EXTENSION = "bwe_"
 _SHIFT = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
 # `DISTILLED_SIGMA_VALUES` of diffusers' `pipelines.ltx2.utils`, whose import loads every pipeline of the family.
 DISTILLED_LEVELS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
+# `STAGE_2_DISTILLED_SIGMA_VALUES` of the same module.
+REFINING_LEVELS = (0.909375, 0.725, 0.421875)
 # `DEFAULT_NEGATIVE_PROMPT` of the same module.
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, "
@@ -386,12 +392,41 @@ class _Vocoder:
         return SoundPart(flops=flops + 2.0 * 7 * positions * now * self.out_channels, values=values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Upsampler:
+    """Sizes of an `LTX2LatentUpsamplerModel`, of which those that double width and height are supported."""
+
+    in_channels: _Size = 128
+    mid_channels: _Size = 1024
+    num_blocks_per_stage: _Number = 4
+    dims: Annotated[int, Field(ge=2, le=3)] = 3
+    spatial_upsample: bool = True
+    temporal_upsample: bool = False
+    rational_spatial_scale: float = 2.0
+    use_rational_resampler: bool = True
+
+    def refinement(self, parameters: int) -> RefinementSpec:
+        """Return how a model with it, and so many weights in it, makes videos in two stages.
+
+        Operations are those of the convolutions; most of the memory is in a block at full size: its input, the result
+        of a convolution, the norm's, and the activation's. Counted from diffusers' modules, not measured.
+        """
+        kernel = _KERNEL if self.dims == 3 else _KERNEL_2D  # noqa: PLR2004 - dimensions
+        width = self.mid_channels
+        blocks = 2 * kernel * self.num_blocks_per_stage * width**2
+        before = kernel * self.in_channels * width + blocks + _KERNEL_2D * width * 4 * width
+        # There are 4 latents of the result for each one before.
+        flops = 2.0 * (before / 4 + blocks + kernel * width * self.in_channels)
+        return RefinementSpec(levels=REFINING_LEVELS, parameters=parameters, flops=flops, values=4.0 * width)
+
+
 _TRANSFORMER = TypeAdapter(TransformerSpec)
 _VAE = TypeAdapter(VaeSpec)
 _GEMMA = TypeAdapter(_Gemma)
 _CONNECTORS = TypeAdapter(_Connectors)
 _SOUND_VAE = TypeAdapter(_SoundVae)
 _VOCODER = TypeAdapter(_Vocoder)
+_UPSAMPLER = TypeAdapter(_Upsampler)
 _SHIFT_BY_SIZE = TypeAdapter(ShiftBySize)
 # Names of the fields above in diffusers' configurations.
 _TRANSFORMER_NAMES: Mapping[str, str] = {
@@ -438,6 +473,7 @@ class Ltx2Family(Family):
                 directory=directory,
                 parameters={part: _parameters(directory, part) for part in _PROGRAMS},
                 **_fields(configs),
+                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
                 **{"latent_rgb": None, **sidecar},
             )
 
@@ -455,7 +491,8 @@ class Ltx2Family(Family):
         shifted = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
         scheduler = _SCHEDULER if "distilled" in model.name else {**_SCHEDULER, **shifted}
         configs = _configurations({**model.configs, "scheduler": scheduler}, model.title)
-        return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir))
+        refinement = _refinement(configs, lambda: model.parameters[LATENT_UPSAMPLER])
+        return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir), refinement=refinement)
 
 
 FAMILY: Family = Ltx2Family()
@@ -470,6 +507,7 @@ class _Configurations(NamedTuple):
     sound: SoundSpec
     noise: NoiseLevels
     scheduler: str
+    upsampler: _Upsampler | None
 
 
 def _read_configurations(directory: Path, title: str) -> _Configurations:
@@ -484,6 +522,10 @@ def _read_configurations(directory: Path, title: str) -> _Configurations:
         part: read_config(directory / folder_of(part) / "config.json") for part in _PROGRAMS
     }
     configs["scheduler"] = read_config(directory / "scheduler" / "scheduler_config.json")
+    # A folder may have it or not: pipelines do not name it.
+    upsampler = directory / LATENT_UPSAMPLER / "config.json"
+    if upsampler.is_file():
+        configs[LATENT_UPSAMPLER] = read_config(upsampler)
     return _configurations(configs, title)
 
 
@@ -529,7 +571,28 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
     if scheduler["_class_name"] != "FlowMatchEulerDiscreteScheduler":
         raise ValueError("_class_name")
     sound = _sound(configs, transformer)
-    return _Configurations(transformer, vae, encoder, sound, _noise(scheduler), str(scheduler["_class_name"]))
+    upsampler = None
+    if LATENT_UPSAMPLER in configs:
+        upsampler = _UPSAMPLER.validate_python(_known(configs[LATENT_UPSAMPLER], _Upsampler))
+        if upsampler.in_channels != vae.z_dim:
+            raise ValueError("in_channels")
+        if not upsampler.spatial_upsample or upsampler.temporal_upsample:
+            raise ValueError("spatial_upsample")
+        if upsampler.use_rational_resampler and upsampler.rational_spatial_scale != _UPSAMPLED:
+            raise ValueError("rational_spatial_scale")
+    noise = _noise(scheduler)
+    return _Configurations(transformer, vae, encoder, sound, noise, str(scheduler["_class_name"]), upsampler)
+
+
+def _refinement(configs: _Configurations, parameters: Callable[[], int]) -> RefinementSpec | None:
+    """Return how a distilled model with an upsampler makes videos in two stages; `None` for others.
+
+    Args:
+        parameters: returns the number of weights of the upsampler.
+    """
+    # The publishers refine with a distilled model, or with a LoRA that makes one of the other.
+    distilled = bool(configs.noise.levels)
+    return configs.upsampler.refinement(parameters()) if distilled and configs.upsampler is not None else None
 
 
 def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, connectors: _Connectors) -> None:
