@@ -357,8 +357,8 @@ class GenerationRequest(FrozenModel):
         tuple[Lora, ...],
         Loras(
             label="LoRAs",
-            help="LoRAs to add to the transformers, or with high= or low= to one expert: .safetensors files, or names "
-            "in weights/loras in the cache folder, each with a weight.",
+            help="LoRAs to add to the transformers, or with high= or low= to one expert, or to the first or second of "
+            "two stages: .safetensors files, or names in weights/loras in the cache folder, each with a weight.",
             group="loras",
             flag="--lora",
             metavar="[high=|low=]FILE[:WEIGHT]",

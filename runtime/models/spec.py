@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from runtime.core.images import ImageUse, InputFile, VideoUse
-from runtime.core.loras import LoraUse
+from runtime.core.loras import BOTH, LoraUse
 from runtime.core.request import (
     MAX_FPS,
     MAX_FRAMES,
@@ -410,9 +410,11 @@ class RefinementSpec:
         parameters: number of weights of `LATENT_UPSAMPLER`.
         flops: operations (two per multiply-add) of the upsampler for each latent of the result.
         values: numbers in memory for each latent of the result, at the peak.
+        distilled: whether the model itself was distilled for such steps; another one needs a LoRA that makes it so.
     """
 
     levels: tuple[float, ...]
+    distilled: bool
     parameters: int
     flops: float
     values: float
@@ -588,6 +590,16 @@ class ModelSpec:
         parameters = {**self.parameters, LATENT_UPSAMPLER: self.refinement.parameters}
         return replace(self, programs=programs, parameters=parameters, stages=stages)
 
+    def of_stage(self, stage: int) -> "ModelSpec":
+        """Return the model with the LoRAs of one of two stages, from 0; unchanged if there is one stage.
+
+        LoRAs for high noise are those of the first stage, and LoRAs for low noise those of the second.
+        """
+        if self.stages == 1:
+            return self
+        other = "high" if stage else "low"
+        return replace(self, loras=tuple(use.replace(expert=BOTH) for use in self.loras if use.expert != other))
+
     def for_images(self) -> "ModelSpec":
         """Return the model with the components of images in every plan: for planning its engines."""
         images = self.image_input
@@ -651,6 +663,11 @@ class ModelSpec:
         if self.embedded_guidance:
             return 2
         return 2 if self.image_input is not None and self.image_input.kind == "first_frame" else 1
+
+    @property
+    def takes_loras_apart(self) -> bool:
+        """Whether a LoRA can be for high noise or for low noise only: there are two experts, or two stages."""
+        return self.experts > 1 or self.stages > 1
 
     @property
     def guidance_passes(self) -> int:

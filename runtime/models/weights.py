@@ -336,3 +336,9 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
         return cast("Any", scheduler_class).from_config(config)
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.part_unloadable", part="scheduler", model=spec.title) from error
+
+
+def with_given_levels(scheduler: Any) -> Any:
+    """Return a scheduler of flow matching whose steps have the noise levels that it is given, without a shift."""
+    unshifted = {"use_dynamic_shifting": False, "shift_terminal": None, "shift": 1.0}
+    return type(scheduler).from_config(scheduler.config, **unshifted)

@@ -23,7 +23,7 @@ from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
 from runtime.core.request import UPSCALER
 from runtime.execution.residency import Residency
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
-from runtime.models.weights import load_scheduler
+from runtime.models.weights import load_scheduler, with_given_levels
 from runtime.pipeline.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -211,6 +211,7 @@ class RunContext:
         scheduler = copy.deepcopy(self._scheduler)
         plan, refinement = self.plan.by_stage[stage], self.plan.refinement
         if stage and refinement is not None:
+            scheduler = with_given_levels(scheduler)
             return scheduler, get_schedule(plan, scheduler, None, refinement.levels)
         sigmas = self.spec.noise.sigmas(plan.steps)
         boundary, by_size = self.spec.boundary_ratio, self.spec.noise.by_size

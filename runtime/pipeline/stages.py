@@ -250,24 +250,22 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
         sampling = context.record_step(before, latents, scheduler, Guidance.of(context.plan), stage)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
-    plan = context.plan.by_stage[stage]
-    streams = StreamSampling.of(plan, context.spec)
+    plan, spec = context.plan.by_stage[stage], context.spec.of_stage(stage)
+    streams = StreamSampling.of(plan, spec)
 
     @contextmanager
     def open_expert(name: str) -> Iterator[Denoiser]:
         context.current = ("load", name)
-        with context.residency.denoiser(context.spec, context, name) as denoiser:
+        with context.residency.denoiser(spec, context, name) as denoiser:
             context.begin_stage("denoise", name)
             if streams is not None:
                 cast("StreamDenoiser", denoiser).see(streams.streams, streams.guidance.skipping_blocks)
             loaded_parts = {
-                part
-                for part in context.plan.components
-                if context.residency.is_loaded(context.spec, context.plan, part)
+                part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
-            with read_ahead(next_files(context.spec, context.plan, name, loaded_parts | idle)):
+            with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
                 yield denoiser
 
     conditioning = context.conditioning

@@ -149,6 +149,8 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
     if request.stages != "1" and spec.refinement is None:
         raise InvalidRequestError("stages", "planner.one_stage_only", model=spec.title)
+    if spec.stages > 1 and spec.refinement and not (spec.refinement.distilled or spec.of_stage(1).loras):
+        raise InvalidRequestError("stages", "planner.refinement_without_lora", model=spec.title)
     if request.compile == "always" and "compiled" in spec.lacks:
         raise InvalidRequestError("compile", "family.option_unsupported", option=["compile"], model=spec.title)
     # A component that the model has, but not this job, may be named: it needs no backend.

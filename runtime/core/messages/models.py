@@ -350,8 +350,8 @@ _LORA: Mapping[str, Message] = {
     "lora.metadata_invalid": Message("The LoRA {lora} has malformed metadata of its adapter.", _OTHER_LORA),
     "lora.not_finite": Message("The LoRA {lora} contains NaN or Inf, in {tensor!r}.", _LORA_AGAIN),
     "lora.no_such_expert": Message(
-        "The LoRA {lora} is for the {expert}-noise expert, and {model} has one transformer.",
-        "Use a LoRA for this model, without high= or low=.",
+        "The LoRA {lora} is for {expert} noise only, and {model} has one transformer and one stage.",
+        "Use a LoRA for this model, without high= or low=, or two stages where the model can.",
     ),
     "lora.unknown_tensor": Message("The LoRA {lora} changes {tensor!r}, which {model} does not have.", _OTHER_LORA),
     "lora.duplicate_module": Message("The LoRA {lora} changes {module} twice.", _LORA_AGAIN),

@@ -405,7 +405,7 @@ class _Upsampler:
     rational_spatial_scale: float = 2.0
     use_rational_resampler: bool = True
 
-    def refinement(self, parameters: int) -> RefinementSpec:
+    def refinement(self, parameters: int, *, distilled: bool) -> RefinementSpec:
         """Return how a model with it, and so many weights in it, makes videos in two stages.
 
         Operations are those of the convolutions; most of the memory is in a block at full size: its input, the result
@@ -417,7 +417,9 @@ class _Upsampler:
         before = kernel * self.in_channels * width + blocks + _KERNEL_2D * width * 4 * width
         # There are 4 latents of the result for each one before.
         flops = 2.0 * (before / 4 + blocks + kernel * width * self.in_channels)
-        return RefinementSpec(levels=REFINING_LEVELS, parameters=parameters, flops=flops, values=4.0 * width)
+        return RefinementSpec(
+            levels=REFINING_LEVELS, distilled=distilled, parameters=parameters, flops=flops, values=4.0 * width
+        )
 
 
 _TRANSFORMER = TypeAdapter(TransformerSpec)
@@ -585,14 +587,14 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
 
 
 def _refinement(configs: _Configurations, parameters: Callable[[], int]) -> RefinementSpec | None:
-    """Return how a distilled model with an upsampler makes videos in two stages; `None` for others.
+    """Return how a model with an upsampler makes videos in two stages; `None` for others.
 
     Args:
         parameters: returns the number of weights of the upsampler.
     """
-    # The publishers refine with a distilled model, or with a LoRA that makes one of the other.
-    distilled = bool(configs.noise.levels)
-    return configs.upsampler.refinement(parameters()) if distilled and configs.upsampler is not None else None
+    if configs.upsampler is None:
+        return None
+    return configs.upsampler.refinement(parameters(), distilled=bool(configs.noise.levels))
 
 
 def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, connectors: _Connectors) -> None:

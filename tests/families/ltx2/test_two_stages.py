@@ -3,14 +3,20 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from diffusers import LTX2ConditionPipeline, LTX2ImageToVideoPipeline, LTX2LatentUpsamplePipeline, LTX2Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    LTX2ConditionPipeline,
+    LTX2ImageToVideoPipeline,
+    LTX2LatentUpsamplePipeline,
+    LTX2Pipeline,
+)
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES, STAGE_2_DISTILLED_SIGMA_VALUES
@@ -18,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.core.errors import ModelError
 from runtime.core.events import Event, Failed, OutOfMemory, Paused, Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.loras import Expert, Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
 from runtime.execution.residency import Residency
@@ -26,6 +33,7 @@ from runtime.families.ltx2.spec import REFINING_LEVELS
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import PyTorchLatentUpsampler
 from runtime.models.images import find_image
+from runtime.models.loras import with_loras
 from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import LATENT_UPSAMPLER, ModelSpec
 from runtime.models.weights import load_module
@@ -33,8 +41,10 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.stages import images_of
 from tests.families.conftest import Command
 from tests.families.ltx2.test_faults import save_each_step
+from tests.families.ltx2.test_loras import factors, named
 from tests.families.test_second_family import frames
 from tests.image_files import saved
+from tests.lora_files import save
 from tests.models.hub import Repository, of_folder, served
 from tests.pipeline.failing import Failing, full
 from tests.pipeline.killing import killed
@@ -91,8 +101,12 @@ def make(tiny: Tiny, tmp_path: Path) -> Callable[..., Clip]:
 Make = Callable[..., Clip]
 
 
-def by_pipelines(clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the latents of video and sound, normalised, that diffusers makes of a plan in two stages."""
+def by_pipelines(clip: Clip, sigmas: Sequence[float] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the latents of video and sound, normalised, that diffusers makes of a plan in two stages.
+
+    Args:
+        sigmas: of the first stage.
+    """
     spec, plan = clip.spec, clip.plan
     first, second = plan.by_stage
     kind: Any = LTX2Pipeline if plan.image is None else LTX2ImageToVideoPipeline
@@ -107,30 +121,43 @@ def by_pipelines(clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
         one.set_progress_bar_config(disable=True)
     generator = torch.Generator("cpu").manual_seed(plan.seed)
 
+    assert spec.sound_latents is not None
+    guidance = spec.sound_latents.guidance
+
     def options(stage: ExecutionPlan) -> dict[str, Any]:
+        guided = stage.guidance_scale > 1
+        scales = {"guidance_rescale": guidance.rescaled, "stg_scale": guidance.skipped}
+        scales |= {"modality_scale": guidance.isolated, "guidance_scale": (stage.guidance_scale, guidance.sound_scale)}
+        off = {"guidance_rescale": 0.0, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_scale": 1.0}
+        pairs = scales if guided else {name: (value, value) for name, value in off.items()}
         return {
             "prompt": plan.prompt,
+            "negative_prompt": plan.negative_prompt,
             "width": stage.width,
             "height": stage.height,
             "num_frames": plan.frames,
             "frame_rate": float(plan.fps),
             "num_inference_steps": stage.steps,
-            "guidance_scale": 1.0,
-            "audio_guidance_scale": 1.0,
+            "spatio_temporal_guidance_blocks": list(guidance.skipping_blocks),
+            **{name: video for name, (video, _) in pairs.items()},
+            **{f"audio_{name}": sound for name, (_, sound) in pairs.items()},
             "use_cross_timestep": spec.transformer.modulated_text,  # type: ignore[attr-defined]
             "generator": generator,
-            **{f"{stream}stg_scale": 0.0 for stream in ("", "audio_")},
-            **{f"{stream}modality_scale": 1.0 for stream in ("", "audio_")},
             "output_type": "latent",
             "return_dict": False,
         }
 
     given: dict[str, Any] = {} if plan.image is None else {"image": images_of(first)[0], "image_crf": 0}
-    video, sound = pipeline(**options(first), sigmas=DISTILLED_SIGMA_VALUES, **given)
+    video, sound = pipeline(**options(first), sigmas=sigmas, **given)
     enlarged = enlarger(latents=video, output_type="latent", return_dict=False)[0]
     if plan.image is not None:
         given = {"conditions": [LTX2VideoCondition(frames=images_of(second)[0], index=0, crf=0)]}
+    for name, (down, up) in factors(spec).items() if plan.loras else ():
+        refiner.transformer.get_submodule(name).weight.data += up @ down
     levels = STAGE_2_DISTILLED_SIGMA_VALUES
+    refiner.scheduler = FlowMatchEulerDiscreteScheduler.from_config(
+        pipeline.scheduler.config, use_dynamic_shifting=False, shift_terminal=None
+    )
     video, sound = refiner(
         **options(second), latents=enlarged, audio_latents=sound, sigmas=levels, noise_scale=levels[0], **given
     )
@@ -141,12 +168,8 @@ def by_pipelines(clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
     return video, flat.unflatten(2, (sound.shape[1], -1)).transpose(1, 2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("image", [False, True])
-@pytest.mark.parametrize("architecture", LTX2_DISTILLED)
-def test_latents_of_both_streams_equal_the_pipelines(architecture: str, image: bool, make: Make) -> None:
-    clip = make("clip", architecture, image=image, steps=len(DISTILLED_SIGMA_VALUES))
-    assert (*STAGE_2_DISTILLED_SIGMA_VALUES,) == REFINING_LEVELS
+def assert_equal(clip: Clip, sigmas: Sequence[float] | None) -> None:
+    """Compare the latents of both streams after the last step."""
     last = clip.plan.total_steps
     assert clip.run(lambda event: isinstance(event, StepDone) and event.step == last)[-1] == Paused(step=last, of=last)
     checkpoint, streams = CheckpointFolder(clip.job).load(clip.spec, clip.plan), Streams.of(clip.plan)
@@ -154,10 +177,77 @@ def test_latents_of_both_streams_equal_the_pipelines(architecture: str, image: b
     assert checkpoint.sampling is not None
     assert streams is not None
     ours = streams.split(checkpoint.sampling.latents)
-    for made, wanted in zip(ours, by_pipelines(clip), strict=True):
+    for made, wanted in zip(ours, by_pipelines(clip, sigmas), strict=True):
         assert made.shape == wanted.shape
         assert wanted.std() > 1e-3
         assert abs(made - wanted).max() < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("architecture", LTX2_DISTILLED)
+def test_latents_of_both_streams_equal_the_pipelines(architecture: str, image: bool, make: Make) -> None:
+    assert (*STAGE_2_DISTILLED_SIGMA_VALUES,) == REFINING_LEVELS
+    assert_equal(make("clip", architecture, image=image, steps=len(DISTILLED_SIGMA_VALUES)), DISTILLED_SIGMA_VALUES)
+
+
+@pytest.fixture
+def undistilled(tiny: Tiny, tmp_path: Path) -> ModelSpec:
+    """Return a model with an upsampler that was not distilled."""
+    folder = tmp_path / "undistilled"
+    shutil.copytree(tiny("ltx-2.3").directory, folder)
+    shutil.copytree(tiny(LTX2_DISTILLED[1]).directory / LATENT_UPSAMPLER, folder / LATENT_UPSAMPLER)
+    return read_spec(folder, "undistilled")
+
+
+def with_lora(spec: ModelSpec, tmp_path: Path, expert: Expert = "low", weight: float = 1.0) -> tuple[ModelSpec, Lora]:
+    """Return a model in two stages with a LoRA."""
+    file = tmp_path / "distilling.safetensors"
+    save(file, named(spec, "transformer."))
+    lora = Lora(str(file), weight, expert)
+    return with_loras(spec.in_stages(2), [lora], tmp_path), lora
+
+
+@pytest.mark.slow
+def test_a_lora_of_the_second_stage_equals_the_pipelines(undistilled: ModelSpec, tmp_path: Path) -> None:
+    spec, lora = with_lora(undistilled, tmp_path)
+    values: dict[str, Any] = {
+        "steps": FIRST,
+        "stages": "2",
+        "width": 192,
+        "height": 128,
+        "frames": 17,
+        "guidance_scale": 3.0,
+    }
+    plan = tiny_plan(spec, tmp_path / "x.mp4", negative_prompt="blue ball", loras=[vars(lora)], **values)
+    clip = Clip(spec, plan, tmp_path / "job")
+    assert_equal(clip, None)
+    # Killed before the second stage, it resumes; with the LoRA at another weight it does not.
+    other, weaker = with_lora(undistilled, tmp_path, weight=0.5)
+    changed = Clip(
+        other, tiny_plan(other, plan.output, negative_prompt="blue ball", loras=[vars(weaker)], **values), clip.job
+    )
+    assert Resumed(step=ALL, of=ALL) in clip.run()
+    assert not any(isinstance(event, Resumed) for event in changed.run())
+
+
+def test_a_model_that_is_not_distilled_needs_a_lora_in_the_second_stage(
+    undistilled: ModelSpec, tmp_path: Path, command: Command
+) -> None:
+    assert undistilled.refinement is not None
+    assert not undistilled.refinement.distilled
+    _, lora = with_lora(undistilled, tmp_path)
+    asked = ("plan", "a", "--model", str(undistilled.directory), "--width", "192", "--height", "128", "--stages", "2")
+    for loras, code in (
+        ((), "planner.refinement_without_lora"),
+        (("--lora", f"high={lora.file}"), "planner.refinement_without_lora"),
+        (("--lora", f"low={lora.file}"), None),
+        (("--lora", lora.file), None),
+    ):
+        exit_code, made = command(*asked, *loras)
+        assert (exit_code, made.get("error", {}).get("code")) == (0 if code is None else 2, code)
+    exit_code, made = command(*asked[:-2], "--lora", f"low={lora.file}")
+    assert (exit_code, made["error"]["code"]) == (2, "lora.no_such_expert")
 
 
 # What a job that nothing interrupts shows and plays; equal plans run once.
