@@ -333,7 +333,8 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     try:
         if config.get("use_beta_sigmas"):
             use_scipy(scheduler_class)
-        return cast("Any", scheduler_class).from_config(config)
+        scheduler = cast("Any", scheduler_class).from_config(config)
+        return with_given_levels(scheduler) if spec.noise.levels else scheduler
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.part_unloadable", part="scheduler", model=spec.title) from error
 

@@ -14,9 +14,9 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact, shortened
-from runtime.families.ltx2 import lora_names
+from runtime.families.ltx2 import file_names, lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
-from runtime.models.registry import Family, KnownModel
+from runtime.models.registry import Family, KnownModel, SingleFiles
 from runtime.models.spec import (
     CONNECTORS,
     LATENT_UPSAMPLER,
@@ -32,6 +32,7 @@ from runtime.models.spec import (
     TextEncoderSpec,
     folder_of,
 )
+from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import NoiseLevels, ShiftBySize, noise_levels
 
 # `LTX2Pipeline.__call__`'s default.
@@ -47,11 +48,6 @@ _LACKS = frozenset(
     }
 )  # fmt: skip
 _UNSUPPORTED = frozenset({"gpus", "step_cache", "guidance_cache"})
-_UNQUANTIZED = (
-    "proj_in", "audio_proj_in", "caption_projection", "audio_caption_projection", "time_embed", "audio_time_embed",
-    "av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift", "av_cross_attn_video_a2v_gate",
-    "av_cross_attn_audio_v2a_gate", "prompt_adaln", "audio_prompt_adaln", "proj_out", "audio_proj_out",
-)  # fmt: skip
 # The components in the order they run; no engine is built of any.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
@@ -63,6 +59,8 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "vocoder": (),
 }
 _FLOAT32 = 4
+# In the names of the publishers' files and models.
+_DISTILLED, _FULL = "distilled", "dev"
 # How many times larger the latents of the second stage are.
 _UPSAMPLED = 2.0
 # Values of a 3×3×3 and of a 3×3 kernel.
@@ -453,6 +451,7 @@ class Ltx2Family(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
+    single_files: SingleFiles | None = file_names
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
 
@@ -479,6 +478,28 @@ class Ltx2Family(Family):
                 **{"latent_rgb": None, **sidecar},
             )
 
+    def assemble(
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], model: KnownModel | None
+    ) -> ModelSpec:
+        """See `registry.Family`. The file's name states whether its transformer is distilled, else the folder does."""
+        with reading(directory.name):
+            configs = _read_configurations(directory, directory.name, files, name)
+            about: dict[str, Any] = {"title": name, "license": "unknown", "latent_rgb": None}
+            if model is not None:
+                about |= {"title": model.title, "license": model.license, "about": model.about}
+            parameters = {part: _parameters(directory, part) for part in _PROGRAMS if part not in files}
+            return ModelSpec(
+                family="ltx2",
+                name=name,
+                directory=directory,
+                parameters={**parameters, **{part: of_part.parameters for part, of_part in files.items()}},
+                files=files,
+                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
+                **_fields(configs),
+                **_card(configs),
+                **about,
+            )
+
     def check(self, directory: Path, title: str) -> None:
         """Check a folder's configurations.
 
@@ -491,7 +512,7 @@ class Ltx2Family(Family):
     def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         shifted = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
-        scheduler = _SCHEDULER if "distilled" in model.name else {**_SCHEDULER, **shifted}
+        scheduler = _SCHEDULER if _DISTILLED in model.name else {**_SCHEDULER, **shifted}
         configs = _configurations({**model.configs, "scheduler": scheduler}, model.title)
         refinement = _refinement(configs, lambda: model.parameters[LATENT_UPSAMPLER])
         return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir), refinement=refinement)
@@ -512,18 +533,32 @@ class _Configurations(NamedTuple):
     upsampler: _Upsampler | None
 
 
-def _read_configurations(directory: Path, title: str) -> _Configurations:
+def _read_configurations(
+    directory: Path, title: str, files: Mapping[str, WeightFiles] | None = None, name: str = ""
+) -> _Configurations:
     """Read and check all configurations of a folder, before a library reads one.
+
+    Args:
+        files: instead of the folder's components, which may be missing, as may the pipeline's configuration.
+        name: of the transformer's file.
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
         ModelError: if one is missing or not JSON, or they do not fit each other.
     """
-    read_config(directory / "model_index.json")
+    of_files = {part: of_part.config for part, of_part in (files or {}).items()}
+    if not of_files:
+        read_config(directory / "model_index.json")
     configs: dict[str, Mapping[str, Any]] = {
-        part: read_config(directory / folder_of(part) / "config.json") for part in _PROGRAMS
+        part: of_files[part] if part in of_files else read_config(directory / folder_of(part) / "config.json")
+        for part in _PROGRAMS
     }
-    configs["scheduler"] = read_config(directory / "scheduler" / "scheduler_config.json")
+    scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
+    if _DISTILLED in name.lower():
+        scheduler["use_dynamic_shifting"] = False
+    elif _FULL in name.lower() and not scheduler.get("use_dynamic_shifting"):
+        raise ValueError("use_dynamic_shifting")
+    configs["scheduler"] = scheduler
     # A folder may have it or not: pipelines do not name it.
     upsampler = directory / LATENT_UPSAMPLER / "config.json"
     if upsampler.is_file():
@@ -744,7 +779,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "sound": configs.sound,
         "lacks": _LACKS,
         "unsupported": _UNSUPPORTED,
-        "unquantized": _UNQUANTIZED,
+        "unquantized": file_names.UNQUANTIZED,
     }
 
 
