@@ -37,6 +37,8 @@ IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 CONNECTORS = "connectors"
 # Doubles the width and height of latents between two stages, in models that have it.
 LATENT_UPSAMPLER = "latent_upsampler"
+# An entry of `ModelSpec.lacks`.
+ROW_KERNELS = "row_kernels"
 # The components that decode sound, in the order they run.
 SOUND_DECODERS = ("audio_vae", "vocoder")
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
@@ -449,8 +451,8 @@ class ModelSpec:
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache", "guidance_cache".
         lacks: what its components in PyTorch do not implement, so that the planner never chooses it: fields of
-            `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; and "chunks",
-            decoding in several calls.
+            `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; "chunks",
+            decoding in several calls; and `ROW_KERNELS`, those of `row_kernels` for norms and gates.
         unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
