@@ -23,6 +23,7 @@ from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
     Denoiser,
+    LatentUpsampler,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
     SoundDecoder,
@@ -54,6 +55,7 @@ from runtime.models.row_operations import compile_kernels
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
     SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
@@ -266,6 +268,12 @@ class Residency:
         """Yield the connectors, loaded."""
         with self._use(spec, job, CONNECTORS, _no_engines) as connector:
             yield connector
+
+    @contextmanager
+    def latent_upsampler(self, spec: ModelSpec, job: JobHooks) -> Iterator[LatentUpsampler]:
+        """Yield the upsampler of latents, loaded."""
+        with self._use(spec, job, LATENT_UPSAMPLER, _no_engines) as upsampler:
+            yield upsampler
 
     @contextmanager
     def sound_decoder(self, spec: ModelSpec, job: JobHooks, name: str) -> Iterator[SoundDecoder]:
@@ -567,6 +575,8 @@ def _build(spec: ModelSpec, name: str, module: Any, part: ComponentPlan) -> Any:
         return components.denoiser(module)
     if name == CONNECTORS:
         return components.text_connector(module, part.device)
+    if name == LATENT_UPSAMPLER:
+        return components.latent_upsampler(spec, module, part.device)
     if name in SOUND_DECODERS:
         return components.sound_decoder(name, module, part.device)
     # A family without images has no functions for them.

@@ -18,6 +18,7 @@ from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
     ROW_KERNELS,
     SOUND_DECODERS,
     VAE_ENCODER,
@@ -639,7 +640,7 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     low, high = _KNOWN_GPU if is_known else _OTHER_GPU
     if is_text_encoder(component) or component in {CONNECTORS, IMAGE_ENCODER}:
         likely = operations / (_TEXT_SHARE * rate * slower)
-    elif component in {"vae", VAE_ENCODER, *SOUND_DECODERS}:
+    elif component in {"vae", VAE_ENCODER, LATENT_UPSAMPLER, *SOUND_DECODERS}:
         likely = operations / (_decoder_share(workload.spec, dtype, slower) * rate)
     else:
         spec = workload.spec.transformer
