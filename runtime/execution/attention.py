@@ -29,7 +29,6 @@ from runtime.execution.sparse_attention import attend_sparse
 from runtime.upstream.torch import cudnn_attention, flash_attention
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
-OF_PACKAGES = frozenset({*_MODULES, SOL})
 _TEST_TOKENS, _TEST_TOLERANCE = 2048, 0.1
 _TIMED_CALLS = 2
 FP8 = "fp8"

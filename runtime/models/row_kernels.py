@@ -4,7 +4,7 @@ The functions have the names and arguments of those in `row_operations`, whose r
 one token; it reads and writes every value once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import triton
@@ -14,6 +14,8 @@ from runtime.models.row_operations import Modulation
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(1e-12)
+# Of all published transformers' norms.
+_EPSILON = 1e-6
 # Values for one warp of a program, and values of a program where tokens do not matter.
 _PER_WARP, _FLAT = 1024, 4096
 
@@ -341,6 +343,25 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, divides
     with torch.cuda.device_of(x):
         _scale_kernel[(triton.cdiv(x.numel(), _FLAT),)](x, scale, out, x.numel(), divides, BLOCK=_FLAT)
     return out
+
+
+def compile_kernels(
+    heads: int, head_width: int, rounded_widths: Iterable[int], dtype: torch.dtype, device: str | torch.device
+) -> None:
+    """Compile the kernels that a transformer's blocks call, or load them from Triton's cache: run each on one token.
+
+    Args:
+        rounded_widths: of the rows that are rounded to FP8; none without weights in FP8.
+        dtype: of the blocks' arithmetic.
+    """
+    x = torch.ones(1, 1, heads * head_width, dtype=dtype, device=device)
+    table = torch.ones_like(x, dtype=torch.float32)
+    angles = torch.ones(1, 1, 1, head_width, dtype=torch.float32, device=device)
+    layer_norm(x, table, table, _EPSILON, dtype)
+    add_gated(x, x, table)
+    rotate_pairs(x.unflatten(2, (heads, head_width)), angles, angles)
+    for width in rounded_widths:
+        quantize_rows(torch.ones(1, width, dtype=dtype, device=device))
 
 
 def _block(width: int) -> dict[str, int]:

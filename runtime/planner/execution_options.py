@@ -328,7 +328,7 @@ def _saved(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, name: 
     )
     faster = after.likely
     if is_transformer(name) and not after.known:
-        faster = before.likely / compiled_speedup(strategy.quantization)
+        faster = before.likely / compiled_speedup(inputs.workload.spec, strategy.quantization)
     return (before.likely - faster) * inputs.calls[name]
 
 

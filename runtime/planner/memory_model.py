@@ -15,10 +15,12 @@ from runtime.core.tiles import times_decoded
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
     SOUND_DECODERS,
     VAE_ENCODER,
     ImageInput,
     ModelSpec,
+    RefinementSpec,
     SoundPart,
     is_text_encoder,
     is_transformer,
@@ -121,7 +123,7 @@ class Workload:
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
         """Return a plan's workload; `spec` is its model's."""
         return cls(
-            spec=spec if VAE_ENCODER in plan.components else spec.for_text(),
+            spec=(spec if VAE_ENCODER in plan.components else spec.for_text()).in_stages(int(plan.stages)),
             device=plan.components["transformer"].device,
             dtypes={name: part.dtype for name, part in plan.components.items()},
             engines={name: part.engines for name, part in plan.components.items() if part.engines},
@@ -169,6 +171,12 @@ class Workload:
         assert self.spec.sound_latents is not None
         return self.spec.sound_latents.parts[component]
 
+    @property
+    def refinement(self) -> RefinementSpec:
+        """How the clip is made in two stages."""
+        assert self.spec.refinement is not None
+        return self.spec.refinement
+
     def context_bytes(self, components: Iterable[str]) -> int:
         """Return the memory of the engines' execution contexts: they share one buffer, as large as the largest."""
         return max((use.context_bytes for name in components for use in self.engines.get(name, ())), default=0)
@@ -177,6 +185,8 @@ class Workload:
         """Return the operations of one call of a component; see `call_flops`."""
         if component in SOUND_DECODERS:
             return self.sound_latents * self.sound_part(component).flops
+        if component == LATENT_UPSAMPLER:
+            return prod(self.latent_shape[2:]) * self.refinement.flops
         frames, height, width = self.latent_shape[2:]
         return call_flops(self.spec, component, (self.decoded if component == "vae" else frames, height, width), tile)
 
@@ -238,7 +248,7 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
 
 def stage_of(component: str) -> str:
     """Return the stage in which a component runs."""
-    if is_transformer(component):
+    if is_transformer(component) or component == LATENT_UPSAMPLER:
         return "denoise"
     return "decode" if component == "vae" or component in SOUND_DECODERS else "encode"
 
@@ -473,6 +483,8 @@ def _part_bytes(workload: Workload, strategy: MemoryStrategy, name: str, dtype: 
         return _CONNECTOR_TENSORS * encoder.states * encoder.max_tokens * encoder.width * DTYPE_BYTES[dtype]
     if name in SOUND_DECODERS:
         return round(workload.sound_latents * workload.sound_part(name).values * DTYPE_BYTES[dtype])
+    if name == LATENT_UPSAMPLER:
+        return round(prod(workload.latent_shape[2:]) * workload.refinement.values * DTYPE_BYTES[dtype])
     if name == IMAGE_ENCODER:
         images = _image_input(spec)
         return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]

@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
+from runtime.families.wan.transformer import install
 from runtime.models import row_operations
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor, fp8_weight, install_fp8_linear
 from runtime.models.row_operations import computed
 from tests.gpu.errors import relative_error
+from tests.published_specs import TRANSFORMERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,3 +116,24 @@ def test_a_layer_in_fp8_computes_as_torchaos() -> None:
     assert relative_error(got, exact) < 1.05 * relative_error(wanted, exact)
     # Few rows are rounded by torchao, whose scales have 16 bits.
     assert relative_error(layer(x[:, :7]), exact[:, :7]) < 1.1 * relative_error(wanted, exact)
+
+
+def test_kernels_compiled_ahead_are_those_of_a_block() -> None:
+    from runtime.models import row_kernels  # needs Triton
+
+    tokens = 1100
+    config = {**TRANSFORMERS["wan2.2-a14b"], "num_layers": 1}
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(**config).to(torch.bfloat16).requires_grad_(False)
+    install(model)
+    kernels = row_kernels._norm_kernel, row_kernels._add_kernel, row_kernels._rotate_kernel
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    row_operations.compile_kernels(HEADS, WIDTH // HEADS, (), torch.bfloat16, "cuda")
+    before = compiled()
+    latents = random(1, config["in_channels"], 1, 2 * 25, 2 * tokens // 25)
+    model(latents, torch.tensor([500.0], device="cuda"), random(1, 512, config["text_dim"]), return_dict=False)
+    assert before >= len(kernels)
+    assert compiled() == before

@@ -4,7 +4,7 @@ Source of defaults: https://github.com/Lightricks/LTX-2 and diffusers' `LTX2Pipe
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -14,15 +14,17 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact, shortened
-from runtime.families.ltx2 import lora_names
+from runtime.families.ltx2 import file_names, lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
-from runtime.models.registry import Family, KnownModel
+from runtime.models.registry import Family, KnownModel, SingleFiles
 from runtime.models.spec import (
     CONNECTORS,
+    LATENT_UPSAMPLER,
     VAE_ENCODER,
     Defaults,
     ImageInput,
     ModelSpec,
+    RefinementSpec,
     SoundLatents,
     SoundPart,
     SoundSpec,
@@ -30,6 +32,7 @@ from runtime.models.spec import (
     TextEncoderSpec,
     folder_of,
 )
+from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import NoiseLevels, ShiftBySize, noise_levels
 
 # `LTX2Pipeline.__call__`'s default.
@@ -40,11 +43,6 @@ VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_he
 # more than their text, so they are separate calls; each takes much longer than launching its kernels.
 _LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
 _UNSUPPORTED = frozenset({"gpus", "guidance_cache"})
-_UNQUANTIZED = (
-    "proj_in", "audio_proj_in", "caption_projection", "audio_caption_projection", "time_embed", "audio_time_embed",
-    "av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift", "av_cross_attn_video_a2v_gate",
-    "av_cross_attn_audio_v2a_gate", "prompt_adaln", "audio_prompt_adaln", "proj_out", "audio_proj_out",
-)  # fmt: skip
 # The components in the order they run; no engine is built of any.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
@@ -56,6 +54,10 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "vocoder": (),
 }
 _FLOAT32 = 4
+# In the names of the publishers' files and models.
+_DISTILLED, _FULL = "distilled", "dev"
+# How many times larger the latents of the second stage are.
+_UPSAMPLED = 2.0
 # Values of a 3×3×3 and of a 3×3 kernel.
 _KERNEL, _KERNEL_2D = 27, 9
 # Tokens along an axis. Positions are computed, without a table, so this only limits sizes.
@@ -73,6 +75,8 @@ _EXTENSION = "bwe_"
 _SHIFT = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
 # `DISTILLED_SIGMA_VALUES` of diffusers' `pipelines.ltx2.utils`, whose import loads every pipeline of the family.
 DISTILLED_LEVELS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
+# `STAGE_2_DISTILLED_SIGMA_VALUES` of the same module.
+REFINING_LEVELS = (0.909375, 0.725, 0.421875)
 # `DEFAULT_NEGATIVE_PROMPT` of the same module.
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, "
@@ -383,12 +387,43 @@ class _Vocoder:
         return SoundPart(flops=flops + 2.0 * 7 * positions * now * self.out_channels, values=values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Upsampler:
+    """Sizes of an `LTX2LatentUpsamplerModel`, of which those that double width and height are supported."""
+
+    in_channels: _Size = 128
+    mid_channels: _Size = 1024
+    num_blocks_per_stage: _Number = 4
+    dims: Annotated[int, Field(ge=2, le=3)] = 3
+    spatial_upsample: bool = True
+    temporal_upsample: bool = False
+    rational_spatial_scale: float = 2.0
+    use_rational_resampler: bool = True
+
+    def refinement(self, parameters: int, *, distilled: bool) -> RefinementSpec:
+        """Return how a model with it, and so many weights in it, makes videos in two stages.
+
+        Operations are those of the convolutions; most of the memory is in a block at full size: its input, the result
+        of a convolution, the norm's, and the activation's. Counted from diffusers' modules, not measured.
+        """
+        kernel = _KERNEL if self.dims == 3 else _KERNEL_2D  # noqa: PLR2004 - dimensions
+        width = self.mid_channels
+        blocks = 2 * kernel * self.num_blocks_per_stage * width**2
+        before = kernel * self.in_channels * width + blocks + _KERNEL_2D * width * 4 * width
+        # There are 4 latents of the result for each one before.
+        flops = 2.0 * (before / 4 + blocks + kernel * width * self.in_channels)
+        return RefinementSpec(
+            levels=REFINING_LEVELS, distilled=distilled, parameters=parameters, flops=flops, values=4.0 * width
+        )
+
+
 _TRANSFORMER = TypeAdapter(TransformerSpec)
 _VAE = TypeAdapter(VaeSpec)
 _GEMMA = TypeAdapter(_Gemma)
 _CONNECTORS = TypeAdapter(_Connectors)
 _SOUND_VAE = TypeAdapter(_SoundVae)
 _VOCODER = TypeAdapter(_Vocoder)
+_UPSAMPLER = TypeAdapter(_Upsampler)
 _SHIFT_BY_SIZE = TypeAdapter(ShiftBySize)
 # Names of the fields above in diffusers' configurations.
 _TRANSFORMER_NAMES: Mapping[str, str] = {
@@ -413,6 +448,7 @@ class Ltx2Family(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
+    single_files: SingleFiles | None = file_names
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
 
@@ -435,7 +471,30 @@ class Ltx2Family(Family):
                 directory=directory,
                 parameters={part: _parameters(directory, part) for part in _PROGRAMS},
                 **_fields(configs),
+                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
                 **{"latent_rgb": None, **sidecar},
+            )
+
+    def assemble(
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], model: KnownModel | None
+    ) -> ModelSpec:
+        """See `registry.Family`. The file's name states whether its transformer is distilled, else the folder does."""
+        with reading(directory.name):
+            configs = _read_configurations(directory, directory.name, files, name)
+            about: dict[str, Any] = {"title": name, "license": "unknown", "latent_rgb": None}
+            if model is not None:
+                about |= {"title": model.title, "license": model.license, "about": model.about}
+            parameters = {part: _parameters(directory, part) for part in _PROGRAMS if part not in files}
+            return ModelSpec(
+                family="ltx2",
+                name=name,
+                directory=directory,
+                parameters={**parameters, **{part: of_part.parameters for part, of_part in files.items()}},
+                files=files,
+                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
+                **_fields(configs),
+                **_card(configs),
+                **about,
             )
 
     def check(self, directory: Path, title: str) -> None:
@@ -450,9 +509,10 @@ class Ltx2Family(Family):
     def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         shifted = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
-        scheduler = _SCHEDULER if "distilled" in model.name else {**_SCHEDULER, **shifted}
+        scheduler = _SCHEDULER if _DISTILLED in model.name else {**_SCHEDULER, **shifted}
         configs = _configurations({**model.configs, "scheduler": scheduler}, model.title)
-        return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir))
+        refinement = _refinement(configs, lambda: model.parameters[LATENT_UPSAMPLER])
+        return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir), refinement=refinement)
 
 
 FAMILY: Family = Ltx2Family()
@@ -467,20 +527,39 @@ class _Configurations(NamedTuple):
     sound: SoundSpec
     noise: NoiseLevels
     scheduler: str
+    upsampler: _Upsampler | None
 
 
-def _read_configurations(directory: Path, title: str) -> _Configurations:
+def _read_configurations(
+    directory: Path, title: str, files: Mapping[str, WeightFiles] | None = None, name: str = ""
+) -> _Configurations:
     """Read and check all configurations of a folder, before a library reads one.
+
+    Args:
+        files: instead of the folder's components, which may be missing, as may the pipeline's configuration.
+        name: of the transformer's file.
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
         ModelError: if one is missing or not JSON, or they do not fit each other.
     """
-    read_config(directory / "model_index.json")
+    of_files = {part: of_part.config for part, of_part in (files or {}).items()}
+    if not of_files:
+        read_config(directory / "model_index.json")
     configs: dict[str, Mapping[str, Any]] = {
-        part: read_config(directory / folder_of(part) / "config.json") for part in _PROGRAMS
+        part: of_files[part] if part in of_files else read_config(directory / folder_of(part) / "config.json")
+        for part in _PROGRAMS
     }
-    configs["scheduler"] = read_config(directory / "scheduler" / "scheduler_config.json")
+    scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
+    if _DISTILLED in name.lower():
+        scheduler["use_dynamic_shifting"] = False
+    elif _FULL in name.lower() and not scheduler.get("use_dynamic_shifting"):
+        raise ValueError("use_dynamic_shifting")
+    configs["scheduler"] = scheduler
+    # A folder may have it or not: pipelines do not name it.
+    upsampler = directory / LATENT_UPSAMPLER / "config.json"
+    if upsampler.is_file():
+        configs[LATENT_UPSAMPLER] = read_config(upsampler)
     return _configurations(configs, title)
 
 
@@ -527,7 +606,28 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
     if scheduler["_class_name"] != "FlowMatchEulerDiscreteScheduler":
         raise ValueError("_class_name")
     sound = _sound(configs, transformer)
-    return _Configurations(transformer, vae, encoder, sound, _noise(scheduler), str(scheduler["_class_name"]))
+    upsampler = None
+    if LATENT_UPSAMPLER in configs:
+        upsampler = _UPSAMPLER.validate_python(_known(configs[LATENT_UPSAMPLER], _Upsampler))
+        if upsampler.in_channels != vae.z_dim:
+            raise ValueError("in_channels")
+        if not upsampler.spatial_upsample or upsampler.temporal_upsample:
+            raise ValueError("spatial_upsample")
+        if upsampler.use_rational_resampler and upsampler.rational_spatial_scale != _UPSAMPLED:
+            raise ValueError("rational_spatial_scale")
+    noise = _noise(scheduler)
+    return _Configurations(transformer, vae, encoder, sound, noise, str(scheduler["_class_name"]), upsampler)
+
+
+def _refinement(configs: _Configurations, parameters: Callable[[], int]) -> RefinementSpec | None:
+    """Return how a model with an upsampler makes videos in two stages; `None` for others.
+
+    Args:
+        parameters: returns the number of weights of the upsampler.
+    """
+    if configs.upsampler is None:
+        return None
+    return configs.upsampler.refinement(parameters(), distilled=bool(configs.noise.levels))
 
 
 def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, connectors: _Connectors) -> None:
@@ -680,7 +780,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "sound": configs.sound,
         "lacks": _LACKS if configs.transformer.keeps_text else _LACKS | {"text_kept"},
         "unsupported": _UNSUPPORTED,
-        "unquantized": _UNQUANTIZED,
+        "unquantized": file_names.UNQUANTIZED,
     }
 
 

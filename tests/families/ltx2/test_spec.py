@@ -17,6 +17,7 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from diffusers.quantizers.torchao.torchao_quantizer import TorchAoHfQuantizer
 from torch.utils.flop_counter import FlopCounterMode
@@ -150,6 +151,8 @@ def test_parameter_counts_are_those_of_the_architectures(name: str) -> None:
             "audio_vae": AutoencoderKLLTX2Audio(**configs["audio_vae"]),
             "vocoder": Vocoder.from_config(configs["vocoder"]),
         }
+        if "latent_upsampler" in configs:
+            modules["latent_upsampler"] = LTX2LatentUpsamplerModel(**configs["latent_upsampler"])
     counted = {part: sum(value.numel() for value in module.state_dict().values()) for part, module in modules.items()}
     assert counted == PUBLISHED[name].parameters
 
@@ -163,6 +166,9 @@ def test_published_models_are_planned_with_before_their_weights_are_here() -> No
         assert (spec.defaults.steps == 8, spec.defaults.guidance_scale == 1.0) == (distilled, distilled)
         assert (spec.noise.by_size is None) == distilled
         assert spec.noise.least_steps == (1 if distilled else 2)
+        # Its repository has no upsampler.
+        assert (spec.refinement is None) == (name == "ltx-2.3")
+        assert spec.refinement is None or spec.refinement.distilled == distilled
     assert look_up("Lightricks/LTX-2.3", Path("none")).name == "ltx-2.3"
 
 
@@ -247,7 +253,7 @@ def test_a_plan_has_what_the_family_implements() -> None:
     ("fields", "expected"),
     [
         ({}, {"attention": "flash4", "fused": True}),
-        (LARGE, {"attention": "flash4", "compiled": True}),
+        (LARGE, {"attention": "flash4", "compiled": False}),
         ({"compile": "always", "attention": "cudnn"}, {"attention": "cudnn", "compiled": True}),
         ({"attention": "fp8", "quantization": "fp8"}, {"attention": "fp8", "fused": False}),
         (LARGE | {"attention": "sol"}, {"attention": "flash4", "sparse_tau": 1.0}),
