@@ -160,7 +160,9 @@ def test_every_variable_is_in_the_docs(name: str) -> None:
         ((True, False, True), {"transformer": "tensorrt", "transformer_2": "tensorrt"}),
         (
             (True, True, True),
-            dict.fromkeys({*COMPONENTS} - {"vae_encoder", "vae", "audio_vae", "vocoder", "upscaler"}, "tensorrt"),
+            dict.fromkeys(
+                {*COMPONENTS} - {"vae_encoder", "vae", "audio_vae", "vocoder", "interpolator", "upscaler"}, "tensorrt"
+            ),
         ),
     ],
 )
