@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from bench.gpu import build_child_opset17, results
+from bench.interpolation import rendered
 from runtime.core import settings
 from runtime.core.cancel import Cancel
 from runtime.core.plan import default_crf
@@ -69,6 +70,8 @@ from tests.gpu.errors import relative_error
 
 HOME = Path(os.environ.get("TANDEM_CHECKS", "/tmp/tandem-checks"))
 WARM_UP = 3
+# More of them take long.
+_RENDERED = 17
 
 say = partial(results.say, "upscale.jsonl")
 
@@ -82,9 +85,13 @@ class Measurement:
         name, scale = arguments.network, arguments.scale
         self.spec = find_interpolator() if self.interpolates else find_upscaler(name, scale, Path("none"))
         width, height = map(int, arguments.size.split("x"))
-        still = torch.from_numpy((picture(height, width) * 255).round().astype("uint8"))
-        moved = [still.roll(3 * index, 2) for index in range(arguments.frames)]
-        self.frames = torch.stack(moved).permute(0, 2, 3, 1).contiguous()
+        if self.interpolates:
+            # Frames whose motion can be found, and no cuts: of the world that the network knows.
+            self.frames = torch.from_numpy(next(rendered(1, (width, height), min(arguments.frames, _RENDERED))))
+        else:
+            still = torch.from_numpy((picture(height, width) * 255).round().astype("uint8"))
+            moved = [still.roll(3 * index, 2) for index in range(arguments.frames)]
+            self.frames = torch.stack(moved).permute(0, 2, 3, 1).contiguous()
         self.machine = probe()
         batch = {"batch": 1} if self.interpolates else {}
         self.calls = FrameCalls.of(self.spec, height, width, self.device, self.machine, **batch)

@@ -392,7 +392,7 @@ def find_interpolator() -> ModelSpec:
 
 
 def finishing_models(weights_dir: Path) -> list[ModelSpec]:
-    """Return the networks for finished frames, as engines have them: upscalers for every factor, and the interpolator."""
+    """Return the networks for finished frames, as engines have them: upscalers for each factor, the interpolator."""
     package = import_module(f"{FAMILIES[_UPSCALERS].package}.upscalers")
     return [*package.upscaler_models(weights_dir), find_interpolator()]
 

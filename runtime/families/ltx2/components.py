@@ -1,4 +1,4 @@
-"""LTX-2's components in PyTorch, for `execution.components`. None is exported to an engine."""
+"""LTX-2's components in PyTorch, for `execution.components`, and the exportable forms of its VAE."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,9 @@ from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import PyTorchImageEncoder, PyTorchSpectrumDecoder, PyTorchVideoDecoder, PyTorchVocoder
+from runtime.families.ltx2.vae_programs import VaeClipForm, VaeImageForm
 from runtime.models.spec import ModelSpec
+from runtime.models.vae_groups import CLIP_PROGRAM
 
 
 class Vocoder(ModelMixin):
@@ -97,5 +99,6 @@ def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """The spec has no programs."""
-    raise AssertionError(spec, program, load)
+    """See `engines.programs.MakeForm`."""
+    del spec
+    return VaeClipForm(load()) if program == CLIP_PROGRAM else VaeImageForm(load())

@@ -31,6 +31,7 @@ from runtime.models.spec import (
     folder_of,
 )
 from runtime.models.timesteps import NoiseLevels, ShiftBySize, noise_levels
+from runtime.models.vae_groups import CLIP_PROGRAM
 
 # `LTX2Pipeline.__call__`'s default.
 MAX_SEQUENCE_LENGTH = 1024
@@ -50,13 +51,13 @@ _UNQUANTIZED = (
     "av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift", "av_cross_attn_video_a2v_gate",
     "av_cross_attn_audio_v2a_gate", "prompt_adaln", "audio_prompt_adaln", "proj_out", "audio_proj_out",
 )  # fmt: skip
-# The components in the order they run; no engine is built of any.
+# The components in the order they run; engines are built of the VAE's parts.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
     CONNECTORS: (),
-    VAE_ENCODER: (),
+    VAE_ENCODER: ("vae_encoder_first",),
     "transformer": (),
-    "vae": (),
+    "vae": (CLIP_PROGRAM,),
     "audio_vae": (),
     "vocoder": (),
 }
