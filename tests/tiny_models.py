@@ -21,6 +21,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -81,14 +82,25 @@ HUNYUAN_ARCHITECTURES = ("hunyuan-video", "hunyuan-video-cfg")
 
 
 LTX2_ARCHITECTURES = ("ltx-2", "ltx-2.3")
+# That make videos in two stages.
+LTX2_DISTILLED = ("ltx-2-distilled", "ltx-2.3-distilled")
 _LTX2_STRIDES = ("spatial", "temporal", "spatiotemporal", "spatiotemporal")
 
 
 def build(architecture: str, directory: Path, seed: int = 0) -> Path:
     """Save a tiny random model of one of the architectures in this module into `directory` and return it."""
     torch.manual_seed(seed)
-    if architecture in LTX2_ARCHITECTURES:
-        ltx2_pipeline("2.3" if architecture == "ltx-2.3" else "2.0").save_pretrained(directory)
+    if architecture in (*LTX2_ARCHITECTURES, *LTX2_DISTILLED):
+        pipeline = ltx2_pipeline("2.3" if architecture.startswith("ltx-2.3") else "2.0")
+        if architecture in LTX2_DISTILLED:
+            pipeline.scheduler = FlowMatchEulerDiscreteScheduler()
+            # The first version enlarges by a rational factor.
+            later = architecture == LTX2_DISTILLED[1]
+            upsampler = LTX2LatentUpsamplerModel(
+                in_channels=16, mid_channels=32, num_blocks_per_stage=1, use_rational_resampler=not later
+            )
+            upsampler.save_pretrained(directory / "latent_upsampler")
+        pipeline.save_pretrained(directory)
         return directory
     if architecture in HUNYUAN_ARCHITECTURES:
         hunyuan_pipeline(guidance_embeds=architecture == "hunyuan-video").save_pretrained(directory)

@@ -13,6 +13,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from safetensors.torch import load_file, save_file
 
 State = dict[str, torch.Tensor]
+Renamed = Callable[[Mapping[str, torch.Tensor]], State]
 # From diffusers' names to Wan's own, in this order.
 _RENAMES = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -86,10 +87,20 @@ def save_fp8(path: Path, state: State) -> State:
     return {name: tensor.float() for name, tensor in held.items()}
 
 
-def save_fp8_scaled(path: Path, state: State, style: str = "scale_weight") -> State:
-    """Save as ComfyUI does: a scale for each weight, a scale of inputs for some, and a marker."""
+def save_fp8_scaled(
+    path: Path,
+    state: State,
+    style: str = "scale_weight",
+    named: Renamed = wan_names,
+    back: Renamed = convert_wan_transformer_to_diffusers,
+) -> State:
+    """Save as ComfyUI does: a scale for each weight, a scale of inputs for some, and a marker.
+
+    Args:
+        named, back: return parameters under the names of the model's own code, and of diffusers.
+    """
     held, file = {}, {}
-    for name, tensor in wan_names(state).items():
+    for name, tensor in named(state).items():
         if not is_quantized(name, tensor):
             file[name] = held[name] = tensor.to(torch.float16)
             continue
@@ -108,10 +119,18 @@ def save_fp8_scaled(path: Path, state: State, style: str = "scale_weight") -> St
     if style == "scale_weight":
         file["scaled_fp8"] = torch.empty(2, dtype=torch.float8_e4m3fn)
     save_file({f"model.diffusion_model.{name}": tensor for name, tensor in file.items()}, path)
-    return {name: tensor.float() for name, tensor in convert_wan_transformer_to_diffusers(held).items()}
+    return {name: tensor.float() for name, tensor in back(held).items()}
 
 
-def save_gguf(path: Path, state: State, kind: str, *, five_axes: bool = False) -> State:
+def save_gguf(
+    path: Path,
+    state: State,
+    kind: str,
+    *,
+    five_axes: bool = False,
+    named: Renamed = wan_names,
+    back: Renamed = convert_wan_transformer_to_diffusers,
+) -> State:
     """Save with gguf's writer and quantizer; return what gguf's own reader dequantizes.
 
     gguf-py quantizes to no K types: their blocks are random, with small scales.
@@ -119,11 +138,12 @@ def save_gguf(path: Path, state: State, kind: str, *, five_axes: bool = False) -
     Args:
         five_axes: whether the patch embedding has five axes, as some files have it; otherwise it is stored flattened
             with its shape in the metadata, as ComfyUI's converter does.
+        named, back: see `save_fp8_scaled`.
     """
     number = gguf.GGMLQuantizationType[kind]
     writer, random = gguf.GGUFWriter(None, "wan"), np.random.default_rng(0)
     held = {}
-    for name, tensor in wan_names(state).items():
+    for name, tensor in named(state).items():
         values = tensor.float().numpy()
         if is_quantized(name, tensor):
             data = random_blocks(kind, values.shape, random) if kind.endswith("_K") else gguf.quantize(values, number)
@@ -140,7 +160,7 @@ def save_gguf(path: Path, state: State, kind: str, *, five_axes: bool = False) -
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return convert_wan_transformer_to_diffusers(held)
+    return back(held)
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], random: Any) -> Any:

@@ -129,7 +129,9 @@ def cache(arguments: argparse.Namespace, spec: ModelSpec, _: Path) -> None:
                 alone.setdefault("latents", got[0])
                 alone.setdefault("figures", dict(figures))
                 wanted = alone["latents"]
-                passes, tensors = memory_model.cached_tensors(step_cache, plan.guidance_scale, plan.guidance_scale_2)
+                passes, tensors = memory_model.cached_tensors(
+                    spec, step_cache, plan.guidance_scale, plan.guidance_scale_2
+                )
                 say(
                     **what,
                     blocks=blocks,

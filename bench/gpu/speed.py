@@ -479,12 +479,15 @@ def hunyuan_variant(
 @contextmanager
 def first_blocks(module: Any, count: int) -> Iterator[None]:
     """Leave a transformer its first blocks of each kind, while entered."""
-    blocks = module.transformer_blocks, module.single_transformer_blocks
-    module.transformer_blocks, module.single_transformer_blocks = (kind[:count] for kind in blocks)
+    names = ("transformer_blocks", "single_transformer_blocks")
+    kinds = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, blocks in kinds.items():
+        setattr(module, name, blocks[:count])
     try:
         yield
     finally:
-        module.transformer_blocks, module.single_transformer_blocks = blocks
+        for name, blocks in kinds.items():
+            setattr(module, name, blocks)
 
 
 def quantized(module: Any) -> bool:

@@ -86,6 +86,9 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     steps = f"{run}{plan.steps} step{'' if plan.steps == 1 else 's'}"
     if plan.sections > 1:
         steps = f"{plan.sections} sections of {steps}"
+    if plan.refinement is not None:
+        first, second = plan.by_stage
+        steps = f"{steps} at {first.width}x{first.height} and then {second.steps} at full size"
     size = f"{plan.width}x{plan.height}"
     if plan.upscaling is not None:
         width, height = plan.video_size

@@ -263,6 +263,24 @@ class Upscaling(FrozenModel):
     batch: int
 
 
+class Refinement(FrozenModel):
+    """How a video is made in two stages: at half its width and height, and then refined at its own size.
+
+    Attributes:
+        width, height: of the first stage, in pixels.
+        latent_shape, tokens: of the first stage; see `ExecutionPlan`.
+        levels: noise levels before each step of the second stage, which has no guidance.
+        cost: operations of a forward pass in the first stage, as a share of those in the second.
+    """
+
+    width: int
+    height: int
+    latent_shape: tuple[int, int, int, int, int]
+    tokens: int
+    levels: tuple[float, ...]
+    cost: float
+
+
 def skipped_steps(steps: int, strength: float) -> int:
     """Return how many of a schedule's first steps do not run with a strength, as in diffusers' pipelines."""
     return steps - min(int(steps * strength), steps)
@@ -300,6 +318,7 @@ class ResolvedRequest(FrozenModel):
         extend: the video that this one continues; `image` is its last frame then.
         video: what the video is made from, beside the prompt.
         strength: how much of it changes, above 0 and up to 1.
+        stages: "2" if it is made at half the size first, else "1".
     """
 
     prompt: str
@@ -329,6 +348,7 @@ class ResolvedRequest(FrozenModel):
     extend: VideoUse | None = None
     video: VideoUse | None = None
     strength: float = STRENGTH
+    stages: str = "1"
 
     @property
     def images(self) -> Mapping[str, ImageUse]:
@@ -397,6 +417,7 @@ class ExecutionPlan(ResolvedRequest):
         sound: whether the model makes sound with the frames.
         sound_shape: (batch, channels, latents, bins) of the sound that is denoised with the frames; `None` without.
         guidance_passes: forward passes of a step with guidance.
+        refinement: how it is made in two stages; `steps` are those of the first one. `None` if it is made in one.
     """
 
     request: GenerationRequest
@@ -429,6 +450,7 @@ class ExecutionPlan(ResolvedRequest):
     sound: bool = False
     sound_shape: tuple[int, int, int, int] | None = None
     guidance_passes: int = 2
+    refinement: Refinement | None = None
 
     @field_validator("request", mode="wrap")
     @classmethod
@@ -503,8 +525,18 @@ class ExecutionPlan(ResolvedRequest):
 
     @property
     def total_steps(self) -> int:
-        """Denoising steps of the whole video; `denoising_steps` is the number for each section."""
-        return self.denoising_steps * self.sections
+        """Denoising steps of the whole video; `denoising_steps` is the number for each section, or the first stage."""
+        return self.denoising_steps * self.sections + (0 if self.refinement is None else len(self.refinement.levels))
+
+    @cached_property
+    def by_stage(self) -> tuple["ExecutionPlan", ...]:
+        """The plans of the stages that denoise, one after the other, each with the size, steps and guidance of it."""
+        refinement = self.refinement
+        if refinement is None:
+            return (self,)
+        size = {name: getattr(refinement, name) for name in ("width", "height", "latent_shape", "tokens")}
+        steps = len(refinement.levels)
+        return self.replace(refinement=None, **size), self.replace(refinement=None, steps=steps, guidance_scale=1.0)
 
     @cached_property
     def computed(self) -> tuple[bool, ...]:
@@ -516,6 +548,18 @@ class ExecutionPlan(ResolvedRequest):
             return (True,) * self.total_steps
         step_uses = uses(self.step_cache, each_step(self.expert_steps), self.mag_ratios)
         return tuple(use.computed for use in step_uses) * self.sections
+
+    @cached_property
+    def step_costs(self) -> tuple[float, ...]:
+        """How long each step of the video takes, in steps of the second stage; of a video made in one, see `computed`.
+
+        Steps of one stage with different numbers of passes count alike.
+        """
+        if self.refinement is None:
+            return tuple(map(float, self.computed))
+        passes = self.guidance_passes if self.guidance_scale > 1 else 1
+        first = (self.refinement.cost * passes,) * self.denoising_steps
+        return (*first, *(1.0 for _ in self.refinement.levels))
 
     @property
     def latent_size(self) -> LatentSize:
@@ -609,6 +653,7 @@ class ExecutionPlan(ResolvedRequest):
             "components": {name: part.to_json() for name, part in self.components.items()},
             "latent_shape": list(self.latent_shape),
             "tokens": self.tokens,
+            "refinement": None if self.refinement is None else self.refinement.model_dump(mode="json"),
             "sections": self.sections,
             "decode_chunk": self.strategy.decode_chunk,
             "decode_tile": self.strategy.decode_tile,

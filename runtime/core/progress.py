@@ -67,7 +67,7 @@ class Pace:
         step: steps done.
         expert: the running transformer.
         forecast, expected: seconds of one of its steps, from the plan and corrected by the previous transformer.
-        measured: seconds of each of its steps.
+        measured: seconds of each of its steps; all three by the step's cost, see `ExecutionPlan.step_costs`.
         frames: of the video: decoded, or finished if the plan interpolates or enlarges them.
     """
 
@@ -149,9 +149,9 @@ class Pace:
         return _share_of_time(now - self.began, _weight(plan, "encode")) if self.stage == "encode" else 0.0
 
     def _denoised_share(self, plan: ExecutionPlan, now: float) -> float:
-        computed, total = sum(plan.computed[: self.step]), sum(plan.computed)
-        running = self.stage == "denoise" and computed < total
-        return (computed + (_share_of_time(now - self.last, self.step_seconds) if running else 0.0)) / total
+        done, total = sum(plan.step_costs[: self.step]), sum(plan.step_costs)
+        running = self.next_cost(plan) * _share_of_time(now - self.last, self._next_seconds(plan))
+        return (done + (running if self.stage == "denoise" and done < total else 0.0)) / total
 
     def _decoded_share(self, plan: ExecutionPlan, now: float) -> float:
         share = self.frames / plan.video_frames
@@ -178,7 +178,7 @@ class Pace:
         """Return the pace after `event`, which happened at `now`."""
         if isinstance(event, Planned):
             denoise = event.plan.seconds["denoise"].likely if event.plan.seconds else 0.0
-            per_step = denoise / sum(event.plan.computed)
+            per_step = denoise / sum(event.plan.step_costs)
             return Pace(plan=event.plan, last=now, began=now, forecast=per_step, expected=per_step)
         if isinstance(event, Resumed):
             return replace(self, encoded=True, step=event.step, frames=_frames_after(self.plan, event.step))
@@ -186,8 +186,8 @@ class Pace:
             return self._entering(event, now)
         if isinstance(event, StepDone):
             # A step that a step cache serves says nothing of the others.
-            counts = self.plan is None or self.plan.computed[event.step - 1]
-            measured = (*self.measured, event.seconds) if counts else self.measured
+            cost = 1.0 if self.plan is None else self.plan.step_costs[event.step - 1]
+            measured = (*self.measured, event.seconds / cost) if cost else self.measured
             return replace(self, step=event.step, measured=measured, last=now)
         if isinstance(event, FramesFinished) or (isinstance(event, FramesDecoded) and not self._finishes):
             return replace(self, frames=event.frames, last=now)
@@ -252,8 +252,8 @@ class Pace:
 
     def _loads(self, plan: ExecutionPlan, now: float) -> float:
         names = list(plan.components)
-        # All but the VAE's decoder and the upscaler.
-        encoders = sum(not name.startswith("transformer") for name in names[: names.index("vae")])
+        # What runs before the transformers.
+        encoders = names.index("transformer")
         current = names.index(self.part) if self.part in names else self.encoded * encoders
         took, forecast = self.loading
         total = plan.seconds["load"].likely
@@ -268,8 +268,15 @@ class Pace:
 
     def _steps(self, plan: ExecutionPlan, now: float) -> float:
         # A step that takes longer than expected does not shorten the estimate of the following steps.
-        elapsed = min(now - self.last, self.step_seconds) if self.stage == "denoise" else 0.0
-        return max(sum(plan.computed[self.step :]) * self.step_seconds - elapsed, 0.0)
+        elapsed = min(now - self.last, self._next_seconds(plan)) if self.stage == "denoise" else 0.0
+        return max(sum(plan.step_costs[self.step :]) * self.step_seconds - elapsed, 0.0)
+
+    def next_cost(self, plan: ExecutionPlan) -> float:
+        """Return the cost of the next step that is computed, see `ExecutionPlan.step_costs`; 1 after the last."""
+        return next((cost for cost in plan.step_costs[self.step :] if cost), 1.0)
+
+    def _next_seconds(self, plan: ExecutionPlan) -> float:
+        return self.next_cost(plan) * self.step_seconds
 
     def _scaled(self, seconds: float) -> float:
         """Return a forecast of decoding that deviates as much as the steps do."""
@@ -369,7 +376,8 @@ class Progress:
     @property
     def seconds_per_step(self) -> float | None:
         """Median seconds per step of the running transformer; `None` before its first step."""
-        return self.pace.median_step
+        middle = self.pace.median_step
+        return None if middle is None or self.plan is None else middle * self.pace.next_cost(self.plan)
 
     @property
     def seconds_left(self) -> float | None:

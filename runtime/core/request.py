@@ -43,7 +43,7 @@ INTERPOLATOR, UPSCALER = "interpolator", "upscaler"
 FINISHERS = frozenset({INTERPOLATOR, UPSCALER})
 COMPONENTS = (
     "text_encoder", "text_encoder_2", "connectors", "image_encoder", "vae_encoder", "transformer", "transformer_2",
-    "vae", "audio_vae", "vocoder", INTERPOLATOR, UPSCALER,
+    "latent_upsampler", "vae", "audio_vae", "vocoder", INTERPOLATOR, UPSCALER,
 )  # fmt: skip
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}
@@ -92,6 +92,7 @@ LOOP = "on"
 LOOPS: Final = {OFF: "Off", LOOP: "On"}
 LOSSLESS = "lossless"
 SOUNDS: Final = {"on": "On", LOSSLESS: "Lossless, FLAC", OFF: "Off"}
+STAGES: Final = {"1": "One", "2": "Two, the first at half size"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
@@ -357,8 +358,8 @@ class GenerationRequest(FrozenModel):
         tuple[Lora, ...],
         Loras(
             label="LoRAs",
-            help="LoRAs to add to the transformers, or with high= or low= to one expert: .safetensors files, or names "
-            "in weights/loras in the cache folder, each with a weight.",
+            help="LoRAs to add to the transformers, or with high= or low= to one expert, or to the first or second of "
+            "two stages: .safetensors files, or names in weights/loras in the cache folder, each with a weight.",
             group="loras",
             flag="--lora",
             metavar="[high=|low=]FILE[:WEIGHT]",
@@ -437,6 +438,20 @@ class GenerationRequest(FrozenModel):
             open=None,
         ),
     ] = None
+    stages: Annotated[
+        str,
+        Choice(
+            label="Stages",
+            help="Make the video at half the width and height first, then enlarge its latents and refine them in a few "
+            "steps at full size. Only some models can.",
+            group="more",
+            flag="--stages",
+            metavar="1|2",
+            unset="1",
+            docs="models.md#two-stages",
+            choices=STAGES,
+        ),
+    ] = "1"
     vae_precision: Annotated[
         str,
         Choice(

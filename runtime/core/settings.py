@@ -69,7 +69,7 @@ PRECISIONS: Mapping[Precision, str] = {"fp16": "float16", "bf16": "bfloat16", "f
 TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
     "text-encoders": ("text_encoder", "text_encoder_2", "connectors", "image_encoder"),
     "transformer": ("transformer", "transformer_2"),
-    "vae": ("vae_encoder", "vae", "audio_vae", "vocoder", *FINISHERS),
+    "vae": ("vae_encoder", "latent_upsampler", "vae", "audio_vae", "vocoder", *FINISHERS),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 _NUMBERS = (

@@ -29,10 +29,11 @@ from runtime.execution.sparse_attention import attend_sparse
 from runtime.upstream.torch import cudnn_attention, flash_attention
 
 _MODULES = {"flash3": "flash_attn_interface", "flash4": "flash_attn.cute", "sage": "sageattention"}
-OF_PACKAGES = frozenset({*_MODULES, SOL})
 _TEST_TOKENS, _TEST_TOLERANCE = 2048, 0.1
 _TIMED_CALLS = 2
 FP8 = "fp8"
+# Those that round nothing to fewer bits, and leave out no keys.
+_EXACT = frozenset({"native", "cudnn", "flash", "flash3", "flash4"})
 
 # Queries, keys and values, each (batch, tokens, heads, head width), to the same.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,6 +42,11 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 def attention(kind: str) -> Attention:
     """Return an attention kernel by its name above."""
     return _sparse(kind) if is_sparse(kind) else _KINDS[kind]
+
+
+def exact_attention(kind: str) -> Attention:
+    """Return an attention kernel by its name if it is exact, else PyTorch's own."""
+    return attention(kind if kind in _EXACT else "native")
 
 
 def sparse_kernel(tau: float, last: int = 0) -> str:

@@ -146,9 +146,11 @@ def discard_compiled_code() -> None:
 
 
 def _signature(arguments: Any) -> Any:
-    """Return what compiled code depends on: shapes, dtypes, devices, and of a block the attention kernel."""
+    """Return what compiled code depends on: shapes, dtypes, devices, numbers, and of a block the attention kernel."""
     if isinstance(arguments, torch.Tensor):
         return (tuple(arguments.shape), arguments.dtype, arguments.device)
     if isinstance(arguments, tuple | list):
         return tuple(map(_signature, arguments))
+    if isinstance(arguments, int):
+        return arguments
     return type(arguments), getattr(arguments, "attend", None)

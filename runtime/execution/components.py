@@ -22,6 +22,8 @@ from runtime.models.spec import ModelSpec
 PROMPTED, UNPROMPTED, SKIPPING, ISOLATED = "cond", "uncond", "skipping", "isolated"
 # Makes what a transformer attends to, (1, tokens, width), of states of a text's tokens, (1, tokens, states × width).
 TextConnector = Callable[[torch.Tensor], torch.Tensor]
+# Doubles the width and height of normalised latents, (1, channels, frames, height, width), float32.
+LatentUpsampler = Callable[[torch.Tensor], torch.Tensor]
 # Makes a spectrogram of a sound's normalised latents, (1, channels, latents, bins), or samples, (1, channels, samples),
 # float32 in -1 to 1, of a spectrogram.
 SoundDecoder = Callable[[torch.Tensor], torch.Tensor]
@@ -243,6 +245,9 @@ class Components(Protocol):
 
     def text_connector(self, module: torch.nn.Module, device: str | torch.device) -> TextConnector:
         """Make the function of loaded connectors. Called only if the model has them, like the next one."""
+
+    def latent_upsampler(self, spec: ModelSpec, module: torch.nn.Module, device: str | torch.device) -> LatentUpsampler:
+        """Make the function of a loaded upsampler of latents."""
 
     def sound_decoder(self, name: str, module: torch.nn.Module, device: str | torch.device) -> SoundDecoder:
         """Make the function of one of `SOUND_DECODERS`, loaded."""

@@ -15,7 +15,7 @@ def fuse(owner: nn.Module, name: str, layers: Sequence[nn.Module]) -> bool:
     Args:
         owner: gets the layer.
         name: of its new attribute.
-        layers: with the same input, and with a bias; the outputs of the new layer are in this order.
+        layers: with the same input, all or none with a bias; the outputs of the new layer are in this order.
 
     Returns:
         Whether the layers were fused. The memory of the original weights then remains in the allocator's cache.
@@ -23,8 +23,10 @@ def fuse(owner: nn.Module, name: str, layers: Sequence[nn.Module]) -> bool:
     plain = [layer for layer in layers if type(layer) is nn.Linear and type(layer.weight) is nn.Parameter]
     if len(plain) < len(layers) or hasattr(owner, name):
         return False
-    fused = nn.Linear(plain[0].in_features, sum(layer.out_features for layer in plain), device="meta")
-    for parameter in ("weight", "bias"):
+    names = ("weight", "bias") if plain[0].bias is not None else ("weight",)
+    outputs = sum(layer.out_features for layer in plain)
+    fused = nn.Linear(plain[0].in_features, outputs, bias=len(names) > 1, device="meta")
+    for parameter in names:
         parts = [getattr(layer, parameter) for layer in plain]
         joined = torch.cat([part.data for part in parts])
         setattr(fused, parameter, nn.Parameter(joined, requires_grad=False))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,13 +17,13 @@ from runtime.core.cancel import Cancel
 from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
-from runtime.core.sparse_attention import kernel_of
 from runtime.engines.service import EngineService, OpenEngines
-from runtime.execution.attention import OF_PACKAGES, kernels_of, problem, with_usable_attention
+from runtime.execution.attention import kernels_of, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
     Denoiser,
+    LatentUpsampler,
     PyTorchDenoiser,
     PyTorchVideoDecoder,
     SoundDecoder,
@@ -49,14 +49,17 @@ from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder
-from runtime.models.quantization import NONE
+from runtime.models.quantization import FP8, NONE
 from runtime.models.quantized_cache import QuantizedCache
+from runtime.models.row_operations import compile_kernels
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
     SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
+    TransformerSpec,
     is_text_encoder,
     is_transformer,
 )
@@ -235,17 +238,16 @@ class Residency:
                     self._ahead.start(load_key, partial(_beside_others, part.device, load))
 
     def _prepare(self, spec: ModelSpec, job: JobHooks, names: Sequence[str]) -> None:
-        """Import the compiler and the attention kernel's package on a thread, if components in PyTorch need them."""
-        plan, width = job.plan, spec.transformer.attention_head_dim
+        """Do what the first step would wait for, on a thread, if components in PyTorch need it.
+
+        That is to import the compiler, to try the attention kernel, and to compile the kernels of what is not compiled.
+        """
+        plan = job.plan
         work: list[Callable[[], object]] = [import_compiler] if plan.speed.compiled and names else []
         if plan.split is None:
             parts = [plan.components[name] for name in names if is_transformer(name)]
-            work += [
-                partial(_check_attention, kind, part.device, part.dtype, width)
-                for part in parts[:1]
-                for kind in kernels_of(plan.speed).values()
-                if kernel_of(kind) in OF_PACKAGES
-            ]
+            tried = [part for part in parts if part.device.startswith("cuda") or kernels_of(plan.speed)]
+            work += [partial(_try_kernels, plan.speed, part, spec.transformer) for part in tried[:1]]
         if work:
             self._keep_compiled(job)
             self._preparation.start(work)
@@ -266,6 +268,12 @@ class Residency:
         """Yield the connectors, loaded."""
         with self._use(spec, job, CONNECTORS, _no_engines) as connector:
             yield connector
+
+    @contextmanager
+    def latent_upsampler(self, spec: ModelSpec, job: JobHooks) -> Iterator[LatentUpsampler]:
+        """Yield the upsampler of latents, loaded."""
+        with self._use(spec, job, LATENT_UPSAMPLER, _no_engines) as upsampler:
+            yield upsampler
 
     @contextmanager
     def sound_decoder(self, spec: ModelSpec, job: JobHooks, name: str) -> Iterator[SoundDecoder]:
@@ -374,7 +382,7 @@ class Residency:
         """Wait until the first step is prepared, and let compilers use the cache on disk."""
         self._preparation.wait(job.cancel.check)
         speed = job.plan.speed
-        if (speed.compiled or speed.attention in OF_PACKAGES) and self._compiled is not None:
+        if self._compiled is not None and (speed.compiled or _runs_kernels(job.plan)):
             cache_compiled_code_in(self._compiled)
             self._compiles = True
 
@@ -502,6 +510,9 @@ class Residency:
     def _drop(self, key: _Key) -> None:
         entry = self._loaded.pop(key, None)
         if entry is not None:
+            if key.device.startswith("cuda"):
+                # What was loaded on a thread has memory of that thread's stream, which does not wait for the steps'.
+                torch.cuda.synchronize(key.device)
             entry.close()
         del entry
         release_cached_memory(unreachable=key.placement in _HOOKED or key.quantization != NONE)
@@ -526,10 +537,20 @@ def compute_as_planned(
     denoiser.compute(speed, partial(job.on_degraded, name), engines)
 
 
-def _check_attention(kind: str, device: str, dtype: str, width: int) -> None:
-    """Run an attention kernel once, on a thread of its own, so that `compute_as_planned` finds the result."""
-    with _current(device):
-        problem(kind, device, getattr(torch, dtype), width)
+def _runs_kernels(plan: ExecutionPlan) -> bool:
+    """Whether PyTorch computes on a GPU, where Triton and packages of attention compile kernels."""
+    return any(part.backend == PYTORCH and part.device.startswith("cuda") for part in plan.components.values())
+
+
+def _try_kernels(speed: Speed, part: ComponentPlan, sizes: TransformerSpec) -> None:
+    """Run the kernels of a transformer once, on a thread of its own; `compute_as_planned` finds those of attention."""
+    dtype = getattr(torch, part.dtype)
+    with _current(part.device):
+        for kind in kernels_of(speed).values():
+            problem(kind, part.device, dtype, sizes.attention_head_dim)
+        if not speed.compiled:
+            rounded = (sizes.width, sizes.ffn_dim) if part.quantization == FP8 else ()
+            compile_kernels(sizes.num_attention_heads, sizes.attention_head_dim, rounded, dtype, part.device)
 
 
 def _fall_back(job: JobHooks, name: str, reason: Fact) -> None:
@@ -554,6 +575,8 @@ def _build(spec: ModelSpec, name: str, module: Any, part: ComponentPlan) -> Any:
         return components.denoiser(module)
     if name == CONNECTORS:
         return components.text_connector(module, part.device)
+    if name == LATENT_UPSAMPLER:
+        return components.latent_upsampler(spec, module, part.device)
     if name in SOUND_DECODERS:
         return components.sound_decoder(name, module, part.device)
     # A family without images has no functions for them.
@@ -570,9 +593,25 @@ def _no_engines(engines: OpenEngines, _: Callable[[Fact], Any]) -> Any:
 
 
 def _beside_others(device: str, load: Callable[[], Any]) -> Any:
-    """Load on a thread of its own, which has a current device of its own."""
+    """Load on a thread of its own, which has a current device and, on a GPU, a stream of its own.
+
+    On the stream of the steps, each tensor would wait for all kernels that are queued there.
+    """
     with beside_others(), _current(device):
-        return load()
+        if not device.startswith("cuda"):
+            return load()
+        stream = _loading_stream(device)
+        with torch.cuda.stream(stream):
+            try:
+                return load()
+            finally:
+                stream.synchronize()
+
+
+@cache
+def _loading_stream(device: str) -> "torch.cuda.Stream":
+    """Return one stream per device: memory that was freed on a stream is used again there only."""
+    return torch.cuda.Stream(device)
 
 
 def _current(device: str) -> AbstractContextManager[object]:

@@ -13,7 +13,7 @@ takes more than a hundred gigabytes for Wan2.2-A14B, or (lite) predictions, whic
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -54,12 +54,16 @@ class StepCaching:
             return
         assert not self.pairs, "each pass has its own cache"
         assert self._graphed is None, "each call may skip blocks"
-        with step_cached(self._module, step_cache, sharing):
+        with step_cached(self._module, step_cache, sharing, self._parts):
             self._caches = True
             try:
                 yield
             finally:
                 self._caches = False
+
+    def _parts(self, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a residual that are compared apart: all blocks are computed if one of them changes."""
+        return (residual,)
 
     def begin_step(self, *, fresh: bool, exact: bool) -> None:
         """See `execution.components.Denoiser`."""
@@ -74,13 +78,16 @@ class StepCaching:
 
 
 @contextmanager
-def step_cached(module: Any, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
+def step_cached(
+    module: Any, step_cache: str, sharing: Sharing | None, parts: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+) -> Iterator[None]:
     """Reuse residuals across steps while entered.
 
     Args:
         module: a transformer.
         step_cache: as in a plan; not "none".
         sharing: the processes that compute it together; `None` for one process.
+        parts: returns the parts of a residual that first-block caching compares apart.
     """
     from diffusers.hooks import FirstBlockCacheConfig, MagCacheConfig  # most jobs need no hooks, which take a second
 
@@ -88,7 +95,13 @@ def step_cached(module: Any, step_cache: str, sharing: Sharing | None = None) ->
     assert strength is not None
     if kind_of(step_cache) == FIRST_BLOCK:
         module.enable_cache(FirstBlockCacheConfig(threshold=strength))
-        decide_first_block_cache(module, lambda residual, before: changed(residual, before, strength, sharing))
+
+        def decide(residual: torch.Tensor, before: torch.Tensor) -> bool:
+            pairs = zip(parts(residual), parts(before), strict=True)
+            # Every part, whatever the first one says: processes that share a pass sum each of them.
+            return any([changed(*pair, strength, sharing) for pair in pairs])
+
+        decide_first_block_cache(module, decide)
     else:
         module.enable_cache(
             MagCacheConfig(

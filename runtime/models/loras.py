@@ -239,7 +239,7 @@ def checked(lora: ListedLora, spec: ModelSpec) -> ListedLora:
     """Return a file's properties for a model. Only the header is read: the content is checked when it is used."""
     steps, expert = family_of(spec.family).distilled_steps(lora.path), _expert_of(lora.path)
     try:
-        if spec.experts == 1 and expert != BOTH:
+        if not spec.takes_loras_apart and expert != BOTH:
             raise _no_such_expert(lora.path, expert, spec)
         header = read_lora_header(lora.path)
         fits = _check_fits(lora.path, {name: tensor.shape for name, tensor in header.tensors.items()}, spec, expert)
@@ -302,7 +302,7 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
     expert = lora.expert
     if expert == BOTH:
         expert = _expert_of(path)
-    if spec.experts == 1 and expert != BOTH:
+    if not spec.takes_loras_apart and expert != BOTH:
         raise _no_such_expert(path, expert, spec)
     file = read_lora(path)
     fits = _check_fits(path, file.shapes, spec, expert)
@@ -399,7 +399,7 @@ def _check_fits(path: Path, shapes: Mapping[str, tuple[int, ...]], spec: ModelSp
     except ValueError as error:
         raise ModelError("lora.duplicate_module", lora=name, module=str(error)) from error
     experts = {of for _, of in layers}
-    if spec.experts == 1 and "low" in experts:
+    if not spec.takes_loras_apart and "low" in experts:
         raise _no_such_expert(path, "low", spec)
     absent = {
         key for key in layers if any(family.lora_weight_shape(spec, module) == ABSENT for module in key[0].modules)

@@ -137,7 +137,7 @@ def _linear(self: Any, x: Any) -> Any:
         return linear(x, self.weight, self.bias)
     # What torchao computes, whose rounding of `x` takes several kernels where nothing is compiled.
     data, scale = (fp8_tensor(self.weight, suffix) for suffix in (FP8_DATA, FP8_SCALE))
-    rounded, scales = computed(quantize_rows, x.reshape(rows, -1))
+    rounded, scales = computed(quantize_rows, x.reshape(rows, -1), fewest=0)
     by_row = ScalingType.RowWise
     product: Any = scaled_mm(
         rounded, data.t(), scales, by_row, scale.t(), by_row, bias=self.bias, output_dtype=x.dtype, use_fast_accum=True

@@ -237,8 +237,15 @@ class KnownModel(FrozenModel):
 class SingleFiles(Protocol):
     """What a family knows of its transformer in a single file, in the names of several programs."""
 
+    @property
+    def UNQUANTIZED(self) -> Sequence[str]:  # noqa: N802 - of a module
+        """See `ModelSpec.unquantized`."""
+
     def diffusers_names(self, names: Sequence[str]) -> dict[str, str]:
-        """Return diffusers' names of the parameters in a file, by name; an unknown name stays as it is."""
+        """Return diffusers' names of the parameters in a file, by name; an unknown name stays as it is.
+
+        Tensors of other components are left out, where files have them too.
+        """
 
     def config_of(
         self, shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]

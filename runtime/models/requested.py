@@ -29,7 +29,7 @@ def model_for(
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> ModelSpec:
-    """Return a request's model with its LoRAs, its interpolator and upscaler, and its images or video.
+    """Return a request's model with its stages, LoRAs, interpolator and upscaler, and its images or video.
 
     Args:
         needs_weights: whether the model's weights must be downloaded.
@@ -44,7 +44,8 @@ def model_for(
     """
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
     check_makes_videos(spec, request.model)
-    spec = with_finishers(with_loras(spec, request.loras, weights_dir), request, weights_dir)
+    spec = with_loras(spec.in_stages(int(request.stages)), request.loras, weights_dir)
+    spec = with_finishers(spec, request, weights_dir)
     return with_inputs(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
 
 

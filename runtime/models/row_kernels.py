@@ -4,12 +4,18 @@ The functions have the names and arguments of those in `row_operations`, whose r
 one token; it reads and writes every value once.
 """
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from runtime.models.row_operations import Modulation
+
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(1e-12)
+# Of all published transformers' norms.
+_EPSILON = 1e-6
 # Values for one warp of a program, and values of a program where tokens do not matter.
 _PER_WARP, _FLAT = 1024, 4096
 
@@ -76,6 +82,85 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(x + row * width + (column ^ 1), mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(cos + angle, mask=inside, other=0.0) + other * tl.load(sin + angle, mask=inside, other=0.0)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+# A token has the first row of each table, or from number `first` on the second, which follows after `stride` values.
+@triton.jit(do_not_specialize=["tokens", "first"])
+def _add_norms_kernel(  # type: ignore[no-untyped-def]
+    x,
+    y,
+    gate,
+    scale,
+    shift,
+    scale_2,
+    shift_2,
+    out,
+    norm,
+    norm_2,
+    tokens,
+    first,
+    stride: tl.constexpr,
+    adds: tl.constexpr,
+    gates: tl.constexpr,
+    norms: tl.constexpr,
+    modulates: tl.constexpr,
+    epsilon: tl.constexpr,
+    width: tl.constexpr,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    place = row * width + column
+    table = ((row % tokens) >= first).to(tl.int64) * stride + column
+    value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        added = tl.load(y + place, mask=inside, other=0.0).to(tl.float32)
+        if gates:
+            added *= tl.load(gate + table, mask=inside, other=0.0)
+        value += added
+        tl.store(out + place, value.to(out.dtype.element_ty), mask=inside)
+    if norms > 0:
+        normed = value * tl.rsqrt(tl.sum(value * value) / width + epsilon)
+        result = normed
+        if modulates:
+            factor = 1 + tl.load(scale + table, mask=inside, other=0.0)
+            result = normed * factor + tl.load(shift + table, mask=inside, other=0.0)
+        tl.store(norm + place, result.to(norm.dtype.element_ty), mask=inside)
+        if norms > 1:
+            factor = 1 + tl.load(scale_2 + table, mask=inside, other=0.0)
+            result = normed * factor + tl.load(shift_2 + table, mask=inside, other=0.0)
+            tl.store(norm_2 + place, result.to(norm_2.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _norm_rotate_kernel(  # type: ignore[no-untyped-def]
+    x,
+    weight,
+    cos,
+    sin,
+    out,
+    tokens,
+    stride: tl.constexpr,
+    rotates: tl.constexpr,
+    distance: tl.constexpr,
+    epsilon: tl.constexpr,
+    width: tl.constexpr,
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = column < width
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(value * value) / width + epsilon)
+    value = value * inverse * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if rotates:
+        is_second = column % (2 * distance) >= distance
+        partner = tl.where(is_second, column - distance, column + distance)
+        other = tl.load(x + row * stride + partner, mask=inside, other=0.0).to(tl.float32)
+        other = other * inverse * tl.load(weight + partner, mask=inside, other=0.0).to(tl.float32)
+        angle = (row % tokens) * (width // 2) + column // (2 * distance) * distance + column % distance
+        sine = tl.load(sin + angle, mask=inside, other=0.0)
+        value = value * tl.load(cos + angle, mask=inside, other=0.0) + other * tl.where(is_second, sine, -sine)
     tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -152,6 +237,70 @@ def rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return out
 
 
+def add_norms(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    modulations: Sequence[Modulation | None],
+    first_count: int,
+    epsilon: float,
+) -> tuple[torch.Tensor, ...]:
+    """Compute `row_operations.add_norms`, of at most two norms, the second with a modulation."""
+    x = x.contiguous()
+    out = x if y is None else torch.empty_like(x)
+    norms = [torch.empty_like(x) for _ in modulations]
+    given = [gate, *(row for pair in modulations for row in pair or (None, None))]
+    tables = [row for row in given if row is not None]
+    if len({row.stride() for row in tables}) > 1 or any(row.stride(-1) != 1 for row in tables):
+        given = [None if row is None else row.contiguous() for row in given]
+        tables = [row for row in given if row is not None]
+    stride = tables[0].stride(0) if tables and len(tables[0]) > 1 else 0
+    # What a kernel does not read is any tensor.
+    rows = [x if row is None else row for row in (*given, *(None,) * (5 - len(given)))]
+    results = [*norms, *(x,) * (2 - len(norms))]
+    tokens, width = x.shape[-2:]
+    with torch.cuda.device_of(x):
+        _add_norms_kernel[(x.numel() // width,)](
+            x,
+            x if y is None else y.contiguous(),
+            *rows,
+            out,
+            *results,
+            tokens,
+            first_count,
+            stride,
+            y is not None,
+            gate is not None,
+            len(norms),
+            bool(modulations) and modulations[0] is not None,
+            epsilon,
+            width,
+            **_block(width),
+        )
+    return out, *norms
+
+
+def norm_rotate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    distance: int = 1,
+) -> torch.Tensor:
+    """Compute `row_operations.norm_rotate`; `x` may be some columns of a wider tensor."""
+    batch, tokens, width = x.shape
+    if x.stride(2) != 1 or (batch > 1 and x.stride(0) != tokens * x.stride(1)):
+        x = x.contiguous()
+    out = torch.empty((batch, tokens, width), dtype=x.dtype, device=x.device)
+    tables = (x, x) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
+    with torch.cuda.device_of(x):
+        _norm_rotate_kernel[(batch * tokens,)](
+            x, weight, *tables, out, tokens, x.stride(1), cos is not None, distance, epsilon, width, **_block(width)
+        )
+    return out
+
+
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `row_operations.quantize_rows`."""
     x = x.contiguous()
@@ -179,6 +328,25 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, divides
     with torch.cuda.device_of(x):
         _scale_kernel[(triton.cdiv(x.numel(), _FLAT),)](x, scale, out, x.numel(), divides, BLOCK=_FLAT)
     return out
+
+
+def compile_kernels(
+    heads: int, head_width: int, rounded_widths: Iterable[int], dtype: torch.dtype, device: str | torch.device
+) -> None:
+    """Compile the kernels that a transformer's blocks call, or load them from Triton's cache: run each on one token.
+
+    Args:
+        rounded_widths: of the rows that are rounded to FP8; none without weights in FP8.
+        dtype: of the blocks' arithmetic.
+    """
+    x = torch.ones(1, 1, heads * head_width, dtype=dtype, device=device)
+    table = torch.ones_like(x, dtype=torch.float32)
+    angles = torch.ones(1, 1, 1, head_width, dtype=torch.float32, device=device)
+    layer_norm(x, table, table, _EPSILON, dtype)
+    add_gated(x, x, table)
+    rotate_pairs(x.unflatten(2, (heads, head_width)), angles, angles)
+    for width in rounded_widths:
+        quantize_rows(torch.ones(1, width, dtype=dtype, device=device))
 
 
 def _block(width: int) -> dict[str, int]:

@@ -151,14 +151,14 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
         renamed = names.diffusers_names(list(stored))
         if len(set(renamed.values())) < len(renamed):
             continue
-        weights = {renamed[key]: weight for key, weight in stored.items()}
+        weights = {renamed[key]: weight for key, weight in stored.items() if key in renamed}
         config = names.config_of({key: weight.shape for key, weight in weights.items()}, candidates)
         if config is not None:
             _check(path, weights, dict(names.parameters(config)))
             expert = expert_of(path)
             experts = names.experts(config, named=expert is not None)
             model = _known(published_models(name), config, experts, path)
-            files = WeightFiles.of(weights, config, ModelSpec.unquantized)
+            files = WeightFiles.of(weights, config, names.UNQUANTIZED)
             return TransformerFile(path, name, files, expert, model, experts)
     raise ModelError("model.file_unknown", file=path.name, tensors=[key[:_MAX_NAME_LENGTH] for key in list(stored)[:3]])
 
@@ -248,15 +248,16 @@ def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[st
 
 
 def _known(models: Sequence[KnownModel], config: Mapping[str, Any], experts: int, path: Path) -> KnownModel | None:
-    """Return the published model with such a transformer; of several, one whose size is in the file's name."""
+    """Return the published model with such a transformer; of several, one whose size or kind is in the file's name."""
     fits = [
         model
         for model in models
         if model.experts == experts
         and all(config.get(name) == value for name, value in model.configs["transformer"].items() if name in config)
     ]
-    text = path.stem.lower()
-    return next((model for model in fits if model.name.rpartition("-")[2] in text), fits[0] if fits else None)
+    text, endings = path.stem.lower(), {model.name: model.name.rpartition("-")[2] for model in fits}
+    in_name = [model for model in fits if endings[model.name] in text]
+    return max(in_name, key=lambda model: len(endings[model.name]), default=fits[0] if fits else None)
 
 
 def assemble(

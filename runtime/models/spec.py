@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 from pydantic import Field
 
 from runtime.core.images import ImageUse, InputFile, VideoUse
-from runtime.core.loras import LoraUse
+from runtime.core.loras import BOTH, LoraUse
 from runtime.core.request import (
     FINISHERS,
     MAX_FPS,
@@ -36,6 +36,10 @@ _SMALL_BYTES = 1 << 30
 IMAGE_ENCODER, VAE_ENCODER = "image_encoder", "vae_encoder"
 # Makes what the transformer attends to of the text encoder's states, in models that have it.
 CONNECTORS = "connectors"
+# Doubles the width and height of latents between two stages, in models that have it.
+LATENT_UPSAMPLER = "latent_upsampler"
+# An entry of `ModelSpec.lacks`.
+ROW_KERNELS = "row_kernels"
 # The components that decode sound, in the order they run.
 SOUND_DECODERS = ("audio_vae", "vocoder")
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
@@ -344,6 +348,7 @@ class SoundLatents:
     Attributes:
         channels, bins: of each latent.
         per_second: latents of a second.
+        width: channels of a latent in the transformer, which attends to a text of its own.
         parts: what `SOUND_DECODERS` compute, by name.
         guidance: of both streams.
     """
@@ -351,6 +356,7 @@ class SoundLatents:
     channels: int
     bins: int
     per_second: float
+    width: int
     parts: Mapping[str, SoundPart]
     guidance: StreamGuidance
 
@@ -401,6 +407,25 @@ class SectionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RefinementSpec:
+    """How a model makes a video at half its width and height, and then refines it at its own size.
+
+    Attributes:
+        levels: noise levels before each step of the second stage, without guidance.
+        parameters: number of weights of `LATENT_UPSAMPLER`.
+        flops: operations (two per multiply-add) of the upsampler for each latent of the result.
+        values: numbers in memory for each latent of the result, at the peak.
+        distilled: whether the model itself was distilled for such steps; another one needs a LoRA that makes it so.
+    """
+
+    levels: tuple[float, ...]
+    distilled: bool
+    parameters: int
+    flops: float
+    values: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One model that makes videos from text, from an image, or from both.
 
@@ -429,8 +454,8 @@ class ModelSpec:
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
         unsupported: request fields that the family does not support: "gpus", "step_cache", "guidance_cache".
         lacks: what its components in PyTorch do not implement, so that the planner never chooses it: fields of
-            `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; and "chunks",
-            decoding in several calls.
+            `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; "chunks",
+            decoding in several calls; and `ROW_KERNELS`, those of `row_kernels` for norms and gates.
         unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
@@ -451,6 +476,8 @@ class ModelSpec:
         interpolates: whether the network of `families.interpolator` was trained on what it shows.
         version: of its weights; the settings of a video by another version may not suit them.
         files: of the components whose weights are not in `directory` or are quantized there.
+        refinement: how it makes videos in two stages; `None` if it cannot.
+        stages: 1, or 2 in one request, see `in_stages`.
     """
 
     family: str
@@ -498,6 +525,8 @@ class ModelSpec:
     files: Mapping[str, WeightFiles] = field(default_factory=dict)
     interpolates: bool = False
     version: int = 1
+    refinement: RefinementSpec | None = None
+    stages: int = 1
 
     def weight_paths(self, component: str) -> list[Path]:
         """Return the files with a component's weights."""
@@ -554,6 +583,29 @@ class ModelSpec:
         encoders = {name: programs for name, programs in text.items() if name in self.encoders}
         files = {VAE_ENCODER: self.files["vae"], **self.files} if "vae" in self.files else self.files
         return replace(self, programs={**encoders, VAE_ENCODER: (), **text}, files=files, video=video)
+
+    def in_stages(self, stages: int) -> "ModelSpec":
+        """Return the model as a video in one stage or in two needs it; unchanged if it cannot make two."""
+        if stages == self.stages or self.refinement is None:
+            return self
+        parts = {name: programs for name, programs in self.programs.items() if name != LATENT_UPSAMPLER}
+        if stages == 1:
+            return replace(self, programs=parts, stages=1)
+        programs: dict[str, tuple[str, ...]] = {}
+        for name, entry in parts.items():
+            programs |= {LATENT_UPSAMPLER: (), name: entry} if name == "vae" else {name: entry}
+        parameters = {**self.parameters, LATENT_UPSAMPLER: self.refinement.parameters}
+        return replace(self, programs=programs, parameters=parameters, stages=stages)
+
+    def of_stage(self, stage: int) -> "ModelSpec":
+        """Return the model with the LoRAs of one of two stages, from 0; unchanged if there is one stage.
+
+        LoRAs for high noise are those of the first stage, and LoRAs for low noise those of the second.
+        """
+        if self.stages == 1:
+            return self
+        other = "high" if stage else "low"
+        return replace(self, loras=tuple(use.replace(expert=BOTH) for use in self.loras if use.expert != other))
 
     def for_images(self) -> "ModelSpec":
         """Return the model with the components of images in every plan: for planning its engines."""
@@ -621,6 +673,11 @@ class ModelSpec:
         return 2 if self.image_input is not None and self.image_input.kind == "first_frame" else 1
 
     @property
+    def takes_loras_apart(self) -> bool:
+        """Whether a LoRA can be for high noise or for low noise only: there are two experts, or two stages."""
+        return self.experts > 1 or self.stages > 1
+
+    @property
     def guidance_passes(self) -> int:
         """The forward passes of a step with guidance."""
         latents = self.sound_latents
@@ -643,14 +700,15 @@ class ModelSpec:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """(width, height) must be multiples of these."""
+        """(width, height) must be multiples of these; of two stages, the first has half of both."""
         _, patch_h, patch_w = self.transformer.patch_size
-        return self.vae.scale_factor_spatial * patch_w, self.vae.scale_factor_spatial * patch_h
+        scale = self.stages * self.vae.scale_factor_spatial
+        return scale * patch_w, scale * patch_h
 
     @property
     def least_size(self) -> tuple[int, int]:
         """(width, height) must not be smaller than these, which are multiples of the strides."""
-        least = self.least_latents * self.vae.scale_factor_spatial
+        least = self.stages * self.least_latents * self.vae.scale_factor_spatial
         width, height = (max(stride, least) for stride in self.strides)
         return width, height
 

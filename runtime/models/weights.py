@@ -6,7 +6,7 @@ Weights are safetensors only. Nothing is downloaded: `registry.read_spec` refuse
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,6 +20,8 @@ from runtime.models.lora_fusing import StoredWeights, fuse
 from runtime.models.quantized_cache import QuantizedCache, quantized_key
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_modules import Filling, can_stream, empty_module, fill, module_class, weights_of_folder
+from runtime.models.stored_weights import FileTensor, file_tensors
+from runtime.models.tensor_stream import read_tensors
 from runtime.upstream.diffusers import use_scipy
 from runtime.upstream.libraries import diffusers, transformers
 
@@ -69,6 +71,21 @@ def load_module(
         how = Filling(dtype, spec.unquantized, dequantize=dequantize or not is_transformer(name))
         module = _loaded(spec, name, device or part.device, how)
     return _ready(module, spec, name, dtype)
+
+
+def load_tensors(spec: ModelSpec, component: str, names: Sequence[str]) -> list[torch.Tensor]:
+    """Return some tensors of a component's files in this order, as they are stored, on the CPU.
+
+    Raises:
+        ModelError: if one is missing, or a file is damaged.
+    """
+    stored: dict[str, FileTensor] = {}
+    for path in spec.weight_paths(component):
+        stored |= file_tensors(path)
+    missing = sum(name not in stored for name in names)
+    if missing:
+        raise ModelError("model.component_incomplete", component=component, model=spec.title, missing=missing)
+    return [tensor.clone() for _, tensor in read_tensors({name: stored[name] for name in names}, "cpu")]
 
 
 def _ready(module: Any, spec: ModelSpec, name: str, dtype: torch.dtype, *, exact: bool = False) -> torch.nn.Module:
@@ -323,6 +340,13 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     try:
         if config.get("use_beta_sigmas"):
             use_scipy(scheduler_class)
-        return cast("Any", scheduler_class).from_config(config)
+        scheduler = cast("Any", scheduler_class).from_config(config)
+        return with_given_levels(scheduler) if spec.noise.levels else scheduler
     except Exception as error:  # each scheduler raises its own errors
         raise ModelError("model.part_unloadable", part="scheduler", model=spec.title) from error
+
+
+def with_given_levels(scheduler: Any) -> Any:
+    """Return a scheduler of flow matching whose steps have the noise levels that it is given, without a shift."""
+    unshifted = {"use_dynamic_shifting": False, "shift_terminal": None, "shift": 1.0}
+    return type(scheduler).from_config(scheduler.config, **unshifted)

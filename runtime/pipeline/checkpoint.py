@@ -54,8 +54,8 @@ _VERSION, _SECTION_VERSION = 3, 4
 _PARTIAL = ".tmp"
 
 _CHECKSUM = "checksum"
-# Begins the name of the tensor of given frames, which ends with their kind.
-_GIVEN = "given."
+# Begins the name of the tensor of given frames, which ends with their kind; and that of the first of two stages.
+_GIVEN, _GIVEN_HALF = "given.", "half."
 # Begins the names of the tensors of further prompts, which end with their number, and of a section's progress.
 _PROMPT, _SECTION = "prompt.", "section."
 # The latents of the video that this one is made from.
@@ -93,6 +93,8 @@ class _Header(BaseModel):
     # Sections done, and steps of the next one.
     section: tuple[int, int] | None = None
     passes_left_out: int = 0
+    # That denoises, of two.
+    stage: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +124,10 @@ class Checkpoint:
 
     @property
     def state(self) -> tuple[int, int, ExecutionPlan]:
-        """What differs if the job's state does: steps and sections done, and the plan."""
+        """What differs if the job's state does: steps, and sections or stages done, and the plan."""
         # A fallback changes the following steps even if no step was done since.
-        return self.step, 0 if self.section is None else self.section.sections, self.plan
+        parts = 0 if self.sampling is None else self.sampling.stage
+        return self.step, parts if self.section is None else self.section.sections, self.plan
 
     @property
     def step(self) -> int:
@@ -309,6 +312,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused = set() if plan.video else _VIDEO_FIELDS if plan.images else _INPUT_FIELDS
     excluded = _OTHER_FIELDS | unused | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
+    excluded |= set() if plan.refinement else {"stages"}
     # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.
     excluded -= {"fps"} if plan.video or plan.sound_shape or len(timed_prompts(plan.prompt)) > 1 else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
@@ -368,6 +372,7 @@ def _packed(checkpoint: Checkpoint, stamps: Stamps) -> bytes:
         timings=checkpoint.timings,
         load_seconds=checkpoint.load_seconds,
         passes_left_out=0 if sampling is None else sampling.guidance.left_out,
+        stage=0 if sampling is None else sampling.stage,
     ).model_dump_json()
     return safetensors.torch.save(on_cpu, metadata={HEADER_KEY: header, _CHECKSUM: str(_checksum(header, on_cpu))})
 
@@ -404,13 +409,13 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
                     difference=None if difference is None else difference.to(device),
                     left_out=header.passes_left_out,
                 ),
+                header.stage,
             )
         negative, embeds, video = (tensors.get(name) for name in ("negative", "image_embeds", _VIDEO))
         prompts = sorted(
             (name for name in tensors if name.startswith(_PROMPT)), key=lambda name: int(name.removeprefix(_PROMPT))
         )
-        key = next((name for name in tensors if name.startswith(_GIVEN)), None)
-        given_frames = None if key is None else GivenFrames(key.removeprefix(_GIVEN), tensors[key].to(device))
+        given_frames, given_half = (_given_in(tensors, prefix, device) for prefix in (_GIVEN, _GIVEN_HALF))
         return Checkpoint(
             planned=planned,
             plan=current,
@@ -422,6 +427,7 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
                 tuple(tensors[name].to(device) for name in prompts),
                 None if embeds is None else embeds.to(device),
                 None if video is None else video.to(device),
+                given_half,
             ),
             sampling=sampling,
             section=_section_in(header, tensors, device),
@@ -438,9 +444,10 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     tensors["positive"] = checkpoint.conditioning.positive
     if checkpoint.conditioning.negative is not None:
         tensors["negative"] = checkpoint.conditioning.negative
-    given_frames = checkpoint.conditioning.given
-    if given_frames is not None:
-        tensors[f"{_GIVEN}{given_frames.kind}"] = given_frames.latents
+    conditioning = checkpoint.conditioning
+    for prefix, given_frames in ((_GIVEN, conditioning.given), (_GIVEN_HALF, conditioning.given_half)):
+        if given_frames is not None:
+            tensors[f"{prefix}{given_frames.kind}"] = given_frames.latents
     for number, embeds in enumerate(checkpoint.conditioning.others):
         tensors[f"{_PROMPT}{number}"] = embeds
     if checkpoint.conditioning.image_embeds is not None:
@@ -459,6 +466,11 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
         tensors[_GUIDANCE] = checkpoint.sampling.guidance.difference
     state = checkpoint.sampling.scheduler
     return _described(None if state is None else dict(state), tensors)
+
+
+def _given_in(tensors: Mapping[str, torch.Tensor], prefix: str, device: str) -> GivenFrames | None:
+    key = next((name for name in tensors if name.startswith(prefix)), None)
+    return None if key is None else GivenFrames(key.removeprefix(prefix), tensors[key].to(device))
 
 
 def _section_in(header: _Header, tensors: Mapping[str, torch.Tensor], device: str) -> SectionProgress | None:

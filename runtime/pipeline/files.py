@@ -140,4 +140,6 @@ def stamps(spec: ModelSpec) -> Stamps:
         entries["sections"] = [[spec.section.sampling_type]]
     for part in parts:
         entries[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
+    if spec.stages > 1:
+        entries["second stage"] = [["LoRA", use.digest, use.weight] for use in spec.of_stage(1).loras]
     return entries

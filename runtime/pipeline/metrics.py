@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import psutil
@@ -30,7 +30,7 @@ class Metrics:
     Attributes:
         stage_peaks: peak of each finished stage in bytes, above the memory in use at the start.
         encoders: seconds and peak of each component of the encode stage in this run, in bytes as `stage_peaks`.
-        sound_decoders: the same of the components that decode sound, which is a part of the decode stage.
+        parts: the same of components that run by themselves in other stages, by stage and component.
     """
 
     def __init__(self, device: str, residency: Residency) -> None:
@@ -49,7 +49,7 @@ class Metrics:
         self._memory_before = 0
         self.stage_peaks: dict[str, int] = {}
         self.encoders: dict[str, tuple[float, int]] = {}
-        self.sound_decoders: dict[str, tuple[float, int]] = {}
+        self.parts: dict[tuple[str, str], tuple[float, int]] = {}
 
     def __enter__(self) -> "Metrics":
         """Start measuring memory."""
@@ -79,21 +79,25 @@ class Metrics:
     @contextmanager
     def encoder(self, component: str) -> Iterator[None]:
         """Measure the body as the part of the encode stage in which a component makes all calls of the job."""
-        with self._measured_part(component, "encode", self.encoders):
+        with self._measured_part("encode") as measured:
             yield
+        self.encoders[component] = measured()
 
     @contextmanager
-    def sound_decoder(self, component: str) -> Iterator[None]:
-        """Measure the body as the part of the decode stage in which a component decodes the sound."""
-        with self._measured_part(component, "decode", self.sound_decoders):
+    def part(self, stage: str, component: str) -> Iterator[None]:
+        """Measure the body as the part of a stage in which a component runs by itself, such as one that decodes sound.
+
+        Not inside of `stage`.
+        """
+        with self._measured_part(stage) as measured:
             yield
+        self.parts[stage, component] = measured()
 
     @contextmanager
-    def _measured_part(self, component: str, stage: str, parts: dict[str, tuple[float, int]]) -> Iterator[None]:
+    def _measured_part(self, stage: str) -> Iterator[Callable[[], tuple[float, int]]]:
         before = self._seconds[stage]
         with self._measured(stage):
-            yield
-        parts[component] = (self._seconds[stage] - before, self._stage_peak - self._memory_before)
+            yield lambda: (self._seconds[stage] - before, self._stage_peak - self._memory_before)
 
     @contextmanager
     def _measured(self, name: str) -> Iterator[None]:

@@ -140,11 +140,11 @@ def _denoise(context: RunContext, work: Callable[[], None]) -> None:
 
 
 def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunContext, saved: VideoSaved) -> None:
-    """Add the job to the history, with the encode stage, and decoders of sound, by component."""
+    """Add the job to the history, with the encode stage, and what runs by itself in others, by component."""
     timings, peaks = dict(saved.timings), dict(context.metrics.stage_peaks)
-    for name, (seconds, peak) in context.metrics.sound_decoders.items():
+    for (stage, name), (seconds, peak) in context.metrics.parts.items():
         timings[name], peaks[name] = seconds, peak
-        timings["decode"] -= seconds
+        timings[stage] -= seconds
     for name, (seconds, peak) in context.metrics.encoders.items():
         timings[name], peaks[name] = seconds, peak
     if not FINISHERS.isdisjoint(context.plan.components):

@@ -22,8 +22,8 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
 from runtime.core.request import UPSCALER
 from runtime.execution.residency import Residency
-from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
-from runtime.models.weights import load_scheduler
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
+from runtime.models.weights import load_scheduler, with_given_levels
 from runtime.pipeline.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -201,17 +201,25 @@ class RunContext:
         self.plan = self.plan.replace(speed=self.plan.speed.replace(**{field: getattr(EAGER, field)}))
         self.warn(Fact("pipeline.degraded", {"component": name, "reason": reason}))
 
-    def schedule(self) -> tuple[Any, list[Step]]:
-        """Return a new scheduler before its first step, and the plan's steps.
+    def schedule(self, stage: int = 0) -> tuple[Any, list[Step]]:
+        """Return a new scheduler before its first step, and the steps of a stage that denoises.
 
         Raises:
             ModelError: if the model's scheduler cannot be loaded.
         """
         # A copy, because setting the timesteps does not reset everything that a step changes.
         scheduler = copy.deepcopy(self._scheduler)
-        sigmas = self.spec.noise.sigmas(self.plan.steps)
+        plan, refinement = self.plan.by_stage[stage], self.plan.refinement
+        if stage and refinement is not None:
+            scheduler = with_given_levels(scheduler)
+            return scheduler, get_schedule(plan, scheduler, None, refinement.levels)
+        sigmas = self.spec.noise.sigmas(plan.steps)
         boundary, by_size = self.spec.boundary_ratio, self.spec.noise.by_size
-        return scheduler, get_schedule(self.plan, scheduler, boundary, sigmas, by_size)
+        return scheduler, get_schedule(plan, scheduler, boundary, sigmas, by_size)
+
+    def steps_before(self, stage: int) -> int:
+        """Return the number of steps of the stages before one."""
+        return sum(plan.denoising_steps for plan in self.plan.by_stage[:stage])
 
     @cached_property
     def _scheduler(self) -> Any:
@@ -227,29 +235,33 @@ class RunContext:
         self.progress_at = time.perf_counter()
         self._save_checkpoint()
 
-    def record_step(self, steps: int, latents: torch.Tensor, scheduler: Any, guidance: Guidance) -> SamplingState:
-        """Record and return the progress of sampling after `steps` steps."""
+    def record_step(
+        self, steps: int, latents: torch.Tensor, scheduler: Any, guidance: Guidance, stage: int = 0
+    ) -> SamplingState:
+        """Record and return the progress of sampling after `steps` steps of all stages."""
         state = None
         try:
             state = scheduler_state(scheduler)
         except CheckpointError as error:
             self.warn(Fact("pipeline.step_not_resumable", {"cause": error.fact}))
-        self.sampling = SamplingState(steps, latents, state, guidance)
+        self.sampling = SamplingState(steps, latents, state, guidance, stage)
         self.progress_at = time.perf_counter()
         return self.sampling
 
     def checkpoint_step(self, steps: Sequence[Step], seconds: float, *, resumable: bool = True) -> None:
-        """Save a checkpoint if one is due; always between the two transformers and after the last step.
+        """Save a checkpoint if one is due; always between the two transformers and after the last step of a stage.
 
         Args:
+            steps: of the stage.
             seconds: duration of the last step.
             resumable: whether sampling can be resumed after this step; with a step cache, only after some steps.
         """
         self._policy.add_step(seconds)
         if not resumable:
             return
-        boundary = self.step < len(steps) and steps[self.step].expert != steps[self.step - 1].expert
-        if boundary or self.step == len(steps) or self._policy.due(self._make_checkpoint):
+        done = self.step - self.steps_before(0 if self.sampling is None else self.sampling.stage)
+        boundary = done < len(steps) and steps[done].expert != steps[done - 1].expert
+        if boundary or done == len(steps) or self._policy.due(self._make_checkpoint):
             self._save_checkpoint()
 
     def checkpoint_section_step(self, seconds: float) -> None:
@@ -284,7 +296,7 @@ class RunContext:
         try:
             checkpoint = self._folder.load(self.spec, self.plan)
             if checkpoint is not None and checkpoint.sampling is not None and checkpoint.sampling.scheduler is not None:
-                restore_scheduler(self.schedule()[0], checkpoint.sampling.scheduler)
+                restore_scheduler(self.schedule(checkpoint.sampling.stage)[0], checkpoint.sampling.scheduler)
             if self.section_files is not None:
                 self.section_files.begin(
                     0 if checkpoint is None or checkpoint.section is None else checkpoint.section.sections
@@ -402,9 +414,10 @@ class RunContext:
 
     def _needed(self) -> set[str]:
         """Return the components that the remaining stages need."""
-        _, steps = self.schedule()
+        steps = [step for stage in range(len(self.plan.by_stage)) for step in self.schedule(stage)[1]]
         remaining = steps if self.spec.section is not None else steps[self.step :]
         needed = {"vae", UPSCALER} | {step.expert for step in remaining}
+        needed |= {LATENT_UPSAMPLER} if self.sampling is None or self.sampling.stage == 0 else set()
         needed |= {*SOUND_DECODERS} if self.plan.sound and self.plan.sound_shape else set()
         if self.conditioning is None:
             needed |= {*self.spec.text_encoders, CONNECTORS, IMAGE_ENCODER, VAE_ENCODER}

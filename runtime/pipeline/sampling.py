@@ -5,6 +5,7 @@ Equal to the family's diffusers pipeline for the same seed with a CPU generator 
 
 import hashlib
 import inspect
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -84,6 +85,7 @@ class Conditioning:
         others: embeddings of the further prompts of a video's sections, in the order in which sections first use them.
         image_embeds: embeddings of the image, (1, tokens, width), for sections.
         video: latents of the video that this one is made from, (1, channels, frames, height, width), float32.
+        given_half: the given frames of the first of two stages.
     """
 
     positive: torch.Tensor
@@ -92,6 +94,7 @@ class Conditioning:
     others: tuple[torch.Tensor, ...] = ()
     image_embeds: torch.Tensor | None = None
     video: torch.Tensor | None = None
+    given_half: GivenFrames | None = None
 
     def with_tokens(self, embeds: torch.Tensor) -> "Conditioning":
         """Return it with embeddings of images, (1, tokens, width), before those of the texts."""
@@ -172,16 +175,18 @@ class SamplingState:
     """Progress of sampling: everything that the remaining steps need, except the prompt.
 
     Attributes:
-        steps: the number of steps done.
+        steps: the number of steps done, of all stages.
         latents: after these steps, (1, channels, frames, height, width), float32; with sound, see `Streams`.
         scheduler: the scheduler's state, see `checkpoint.scheduler_state`; `None` if it cannot be saved.
         guidance: after these steps.
+        stage: the stage that denoises, from 0; all state but `steps` is its own.
     """
 
     steps: int
     latents: torch.Tensor
     scheduler: Mapping[str, Any] | None
     guidance: Guidance = Guidance()
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,16 +214,44 @@ _SCHEDULER_ERRORS = (ArithmeticError, AttributeError, IndexError, TypeError, Val
 OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
 
 
-def get_noise(plan: ExecutionPlan) -> torch.Tensor:
+def get_noise(plan: ExecutionPlan, generator: torch.Generator | None = None) -> torch.Tensor:
     """Return the seed's noise, (1, channels, frames, height, width), float32; with sound, see `Streams`.
 
     It is drawn on the CPU, so it does not depend on the device.
+
+    Args:
+        generator: draws it; by default a new one with the seed.
     """
-    generator, streams = torch.Generator("cpu").manual_seed(plan.seed), Streams.of(plan)
+    generator, streams = generator or torch.Generator("cpu").manual_seed(plan.seed), Streams.of(plan)
     noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
     if streams is not None:
         noise = streams.join(noise, torch.randn(streams.sound, generator=generator, dtype=torch.float32))
     return noise.to(plan.components["transformer"].device)
+
+
+def refinable_latents(plan: ExecutionPlan, video: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
+    """Return the latents before the second stage of a plan: those of the first one with noise, see `Streams`.
+
+    The noise follows that of the first stage and is drawn by tokens, as diffusers' `LTX2Pipeline` does with
+    `noise_scale` and one generator.
+
+    Args:
+        video: (1, channels, frames, height, width), enlarged, float32.
+        sound: (1, channels, latents, bins), float32.
+    """
+    refinement, streams = plan.refinement, Streams.of(plan)
+    assert refinement is not None
+    assert streams is not None
+    generator = torch.Generator("cpu").manual_seed(plan.seed)
+    get_noise(plan.by_stage[0], generator)
+    (_, channels, *grid), (_, sound_channels, latents, bins) = streams.video, streams.sound
+    tokens = torch.randn((1, math.prod(grid), channels), generator=generator, dtype=torch.float32)
+    sound_tokens = torch.randn((1, latents, sound_channels * bins), generator=generator, dtype=torch.float32)
+    noise = streams.join(
+        tokens.transpose(1, 2), sound_tokens.unflatten(2, (sound_channels, bins)).transpose(1, 2).contiguous()
+    )
+    level, clean = refinement.levels[0], streams.join(video, sound)
+    return level * noise.to(clean.device) + (1 - level) * clean
 
 
 def first_latents(noise: torch.Tensor, video: torch.Tensor | None, scheduler: Any, first: Step) -> torch.Tensor:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL.Image import Image, fromarray
 
 from runtime.core.cancel import never
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import BadResultError, InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
@@ -25,7 +25,7 @@ from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
-from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
 from runtime.models.videos import open_video
 from runtime.pipeline.checkpoint import restore_scheduler
@@ -37,10 +37,12 @@ from runtime.pipeline.sampling import (
     Conditioning,
     GivenFrames,
     Guidance,
+    Step,
     decode,
     denoise,
     first_latents,
     get_noise,
+    refinable_latents,
     resumable_after,
 )
 from runtime.pipeline.section_sampling import sections_of
@@ -140,16 +142,17 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     """Return the conditioning with the plan's images: their latents and, where the model attends to it, embeddings."""
     plan, spec = context.plan, context.spec
     context.current = ("load", VAE_ENCODER)
-    images = images_of(plan, context.cancel.check)
+    images = [images_of(part, context.cancel.check) for part in plan.by_stage]
     if IMAGE_ENCODER in plan.components:
         with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
             context.begin_stage("encode", IMAGE_ENCODER)
-            conditioning = conditioning.with_tokens(encoder.encode(images))
+            conditioning = conditioning.with_tokens(encoder.encode(images[-1]))
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        latents = image_latents(vae, spec, plan, images)
+        latents = [image_latents(vae, spec, *of_stage) for of_stage in zip(plan.by_stage, images, strict=True)]
     device = context.plan.components["transformer"].device
-    return replace(conditioning, given=GivenFrames.of(spec, latents.to(device), len(images)))
+    *half, given = (GivenFrames.of(spec, encoded.to(device), len(plan.images)) for encoded in latents)
+    return replace(conditioning, given=given, given_half=half[0] if half else None)
 
 
 def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Image]:
@@ -228,56 +231,87 @@ def pixels_of(image: Image) -> torch.Tensor:
 
 
 def denoise_latents(context: RunContext, previews: Previews) -> None:
-    """Run the remaining steps, and save a checkpoint whenever one is due."""
+    """Run the remaining steps, and save a checkpoint whenever one is due, and after each stage."""
+    first = 0 if context.sampling is None else context.sampling.stage
+    for stage in range(first, len(context.plan.by_stage)):
+        _denoise_stage(context, previews, stage)
+
+
+def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
+    """Run the remaining steps of a stage: of the only one, or of one of two."""
     context.cancel.check_pause()
     context.current = ("denoise", "transformer")
     assert context.conditioning is not None
-    scheduler, steps = context.schedule()
-    sampling = context.sampling
-    if sampling is None or (sampling.scheduler is None and sampling.steps < len(steps)):
-        latents = first_latents(get_noise(context.plan), context.conditioning.video, scheduler, steps[0])
-        sampling = context.record_step(0, latents, scheduler, Guidance.of(context.plan))
+    scheduler, steps = context.schedule(stage)
+    sampling, before = context.sampling, context.steps_before(stage)
+    begun = sampling is not None and sampling.stage == stage
+    if sampling is None or not begun or (sampling.scheduler is None and sampling.steps - before < len(steps)):
+        latents = _latents_before(context, stage, scheduler, steps[0])
+        sampling = context.record_step(before, latents, scheduler, Guidance.of(context.plan), stage)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
-    streams = StreamSampling.of(context.plan, context.spec)
+    plan, spec = context.plan.by_stage[stage], context.spec.of_stage(stage)
+    streams = StreamSampling.of(plan, spec)
 
     @contextmanager
     def open_expert(name: str) -> Iterator[Denoiser]:
         context.current = ("load", name)
-        with context.residency.denoiser(context.spec, context, name) as denoiser:
+        with context.residency.denoiser(spec, context, name) as denoiser:
             context.begin_stage("denoise", name)
             if streams is not None:
                 cast("StreamDenoiser", denoiser).see(streams.streams, streams.guidance.skipping_blocks)
             loaded_parts = {
-                part
-                for part in context.plan.components
-                if context.residency.is_loaded(context.spec, context.plan, part)
+                part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
-            with read_ahead(next_files(context.spec, context.plan, name, loaded_parts | idle)):
+            with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
                 yield denoiser
 
+    conditioning = context.conditioning
+    if context.plan.by_stage[stage + 1 :]:
+        conditioning = replace(conditioning, given=conditioning.given_half)
     with context.metrics.stage("denoise"):
         remaining = denoise(
             sampling.latents,
             steps,
             scheduler,
-            context.conditioning,
+            conditioning,
             open_expert,
             context.cancel,
-            start=sampling.steps,
+            start=sampling.steps - before,
             guidance=sampling.guidance,
             sampling=streams,
         )
         for done in remaining:
-            number, resumable = done.index + 1, resumable_after(steps, done.index + 1)
+            number, resumable = before + done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
-                context.record_step(number, done.latents, scheduler, done.guidance)
-            preview = previews.of_latents(video_of(done.estimate, Streams.of(context.plan)))
-            part = done.step.expert
-            context.emit(StepDone(step=number, of=len(steps), seconds=done.seconds, part=part, preview=preview))
+                context.record_step(number, done.latents, scheduler, done.guidance, stage)
+            preview = previews.of_latents(video_of(done.estimate, Streams.of(plan)))
+            part, total = done.step.expert, context.plan.total_steps
+            context.emit(StepDone(step=number, of=total, seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
+
+
+def _latents_before(context: RunContext, stage: int, scheduler: Any, first: Step) -> torch.Tensor:
+    """Return the latents before the first step of a stage."""
+    plan, spec = context.plan, context.spec
+    if stage == 0:
+        assert context.conditioning is not None
+        return first_latents(get_noise(plan.by_stage[0]), context.conditioning.video, scheduler, first)
+    streams = Streams.of(plan.by_stage[stage - 1])
+    assert context.sampling is not None
+    assert streams is not None
+    video, sound = streams.split(context.sampling.latents)
+    context.current = ("load", LATENT_UPSAMPLER)
+    measured = context.metrics.part("denoise", LATENT_UPSAMPLER)
+    with context.residency.latent_upsampler(spec, context) as enlarge, measured:
+        context.begin_stage("denoise", LATENT_UPSAMPLER)
+        enlarged = enlarge(video)
+    if not torch.isfinite(enlarged).all().item():
+        raise BadResultError("pipeline.not_finite", step=context.step, of=plan.total_steps)
+    context.current = ("denoise", "transformer")
+    return refinable_latents(plan, enlarged, sound)
 
 
 def decode_and_save(
@@ -335,7 +369,7 @@ def decode_sound(context: RunContext) -> Sound:
             return Sound(np.full((sound.channels, 1), np.nan, np.float32), sound.rate)
         context.cancel.check_pause()
         context.current = ("load", name)
-        measured = context.metrics.sound_decoder(name)
+        measured = context.metrics.part("decode", name)
         with context.residency.sound_decoder(context.spec, context, name) as decode_part, measured:
             context.begin_stage("decode", name)
             values = decode_part(values)

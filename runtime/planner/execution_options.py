@@ -75,8 +75,9 @@ def shared_options(inputs: ForecastInputs) -> Speed:
 
 def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
     """Return the bytes of the texts' keys and values in all blocks of one transformer."""
-    transformer = spec.transformer
-    values = 2 * transformer.num_layers * spec.context_tokens * transformer.width
+    transformer, sound = spec.transformer, spec.sound_latents
+    width = transformer.width + (0 if sound is None else sound.width)
+    values = 2 * transformer.num_layers * spec.context_tokens * width
     return texts * values * DTYPE_BYTES[dtype]
 
 
@@ -327,7 +328,7 @@ def _saved(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, name: 
     )
     faster = after.likely
     if is_transformer(name) and not after.known:
-        faster = before.likely / compiled_speedup(strategy.quantization)
+        faster = before.likely / compiled_speedup(inputs.workload.spec, strategy.quantization)
     return (before.likely - faster) * inputs.calls[name]
 
 

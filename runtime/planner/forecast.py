@@ -18,6 +18,8 @@ from runtime.machine.probe import Gpu, Machine
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
+    ROW_KERNELS,
     SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
@@ -77,6 +79,9 @@ _BY_CAPABILITY: tuple[tuple[tuple[int, int], float, float], ...] = (
 # has a timestep of its own).
 _MATRIX_SHARE = 0.64
 _BLOCK_TRAFFIC, _BLOCK_TRAFFIC_TIME_PER_TOKEN = 495, 633
+# The part of these bytes that remains with the kernels of `models.row_kernels`, by the row without compilation and
+# quantization of tests/planner/measured_h200_speedups.jsonl. Small models have too few values for them.
+_KERNEL_TRAFFIC = 0.18
 # The share of a decoder of 256 channels in its last level; it shrinks with that number.
 _DECODE_SHARE = {"float32": 0.204, "float16": 0.318, "bfloat16": 0.318}
 _DECODE_CHANNELS, _DECODE_POWER = 256, 0.71
@@ -94,13 +99,14 @@ _CPU = (0.6, 2.5)
 _ENGINE = (0.8, 1.3)
 # The least seconds of a component's engine that was never measured, as factors of uncompiled PyTorch's. Measured were
 # 0.21 and more for the shipped model on an H200, where starting kernels takes longer than running them, 0.31 and more
-# on CPUs (docs/tested.md), and 0.93 and more for large components (bench/h200.md), whose factor is a guess.
-_ENGINE_AT_BEST = {"small": 0.2, "cpu": 0.3, "cuda": 0.75}
+# on CPUs (docs/tested.md), and 0.93 and more for large components (bench/h200.md), which is more against transformers
+# with the kernels of `models.row_kernels`; their factor is a guess.
+_ENGINE_AT_BEST = {"small": 0.2, "cpu": 0.3, "cuda": 0.87}
 # Slowdown of quantized arithmetic against 16 bits, (low, likely, high), on an H200: bitsandbytes with three models, FP8
 # with Wan2.2-A14B.
 _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
     "none": (1.0, 1.0, 1.0),
-    "fp8": (0.65, 0.754, 1.3),
+    "fp8": (0.65, 0.874, 1.3),
     "bnb-8bit": (1.2, 1.6, 2.5),
     "bnb-4bit": (0.9, 1.0, 1.5),
 }
@@ -145,9 +151,10 @@ _CHILD_SECONDS = 5.0
 
 # Speedups on an H200, used where nothing was measured on this machine. Fitted to the rows of
 # tests/planner/measured_h200_speedups.jsonl that are marked so; tests hold estimates to the others.
-# Compiled transformer blocks, by quantization: in FP8 against uncompiled ones with the kernels of `models.row_kernels`,
-# in 16 bits without them.
-_COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.17, "fp8": 1.039}
+# Compiled transformer blocks, by quantization, against uncompiled ones with the kernels of `models.row_kernels`; and
+# without quantization against those of families without kernels for norms and gates.
+_COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.013, "fp8": 1.039}
+_COMPILED_SPEEDUP_WITHOUT_KERNELS = 1.173
 # Attention kernels against PyTorch's own.
 _ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
 # Sparse attention with a threshold of 1: its seconds as a share of those of PyTorch's own, which falls to the first
@@ -618,7 +625,7 @@ def _ran(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Spe
 
 def _compiled_speedup(inputs: ForecastInputs, strategy: MemoryStrategy, name: str) -> float:
     if is_transformer(name):
-        return compiled_speedup(strategy.quantization)
+        return compiled_speedup(inputs.workload.spec, strategy.quantization)
     workload = inputs.workload
     if name != "vae" or not workload.cuda or "compiled_vae" in workload.spec.lacks:
         return 1.0
@@ -633,12 +640,14 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     low, high = _KNOWN_GPU if is_known else _OTHER_GPU
     if is_text_encoder(component) or component in {CONNECTORS, IMAGE_ENCODER}:
         likely = operations / (_TEXT_SHARE * rate * slower)
-    elif component in {"vae", VAE_ENCODER, *SOUND_DECODERS}:
+    elif component in {"vae", VAE_ENCODER, LATENT_UPSAMPLER, *SOUND_DECODERS}:
         likely = operations / (_decoder_share(workload.spec, dtype, slower) * rate)
     else:
         spec = workload.spec.transformer
         per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if workload.spec.expand_timesteps else _BLOCK_TRAFFIC
-        traffic = per_token * spec.num_layers * workload.tokens * spec.width
+        traffic = float(per_token * spec.num_layers * workload.tokens * spec.width)
+        if machine.version_of("triton") and not workload.spec.small and ROW_KERNELS not in workload.spec.lacks:
+            traffic *= _KERNEL_TRAFFIC
         likely = operations / (_MATRIX_SHARE * rate * slower) + traffic / bandwidth
         quick, usual, slow = _QUANTIZED[strategy.quantization]
         return Seconds(usual * likely, quick * low * likely, slow * high * likely)
@@ -654,8 +663,10 @@ def _rates(gpu: Gpu, dtype: str) -> tuple[float, float, float, bool]:
     return rate * _TERA, bandwidth * _GIGA, slower, entry is not None
 
 
-def compiled_speedup(quantization: str) -> float:
+def compiled_speedup(spec: ModelSpec, quantization: str) -> float:
     """Return the estimated speedup of compiled blocks."""
+    if quantization == "none" and ROW_KERNELS in spec.lacks:
+        return _COMPILED_SPEEDUP_WITHOUT_KERNELS
     return _COMPILED_SPEEDUP.get(quantization, 1.0)
 
 

@@ -17,7 +17,15 @@ from runtime.core.request import OFF
 from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
-from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import (
+    CONNECTORS,
+    IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
+    SOUND_DECODERS,
+    VAE_ENCODER,
+    ModelSpec,
+    is_transformer,
+)
 from runtime.planner import placement
 from runtime.planner.memory_model import Workload, baseline_bytes, corrected, stages
 
@@ -29,6 +37,8 @@ _SAME_RATIO = 1.001
 # another size. Other programs may have run at the same time.
 _MEASURED = (0.75, 1.4)
 _SCALED = (0.6, 1.7)
+# Pixels of the first of two stages, as a share of those of the second: an image is encoded for both.
+_FIRST_STAGE_PIXELS = 0.25
 # `Kind.component` of an attention kernel measured by itself.
 ATTENTION = "attention"
 # `Kind.component` of compilations: of all components, and of the VAE if engines compute the transformers.
@@ -128,7 +138,8 @@ def runs_of(
             continue
         largest = max(alike, key=lambda stage: stage.peak_bytes)
         # With several GPUs, memory that each process had allocated before the job is unknown.
-        measured = name if largest.stage == "encode" or name in SOUND_DECODERS else largest.stage
+        alone = largest.stage == "encode" or name in {LATENT_UPSAMPLER, *SOUND_DECODERS}
+        measured = name if alone else largest.stage
         peak = peaks.get(measured) if planned.split is None else None
         kind = Kind(
             device=placement.devices_name(device_name(machine, parts[0].device), planned.split, name),
@@ -169,6 +180,7 @@ def calls_of(
     sections: int = 1,
     prompts: int = 1,
     guidance_passes: int = 2,
+    refining: tuple[int, float] | None = None,
 ) -> dict[str, float]:
     """Return the number of calls of each component for one clip.
 
@@ -177,6 +189,8 @@ def calls_of(
         prompts: different ones of all sections.
         expert_steps: steps of each transformer that are computed; if empty, all are, divided evenly.
         guidance_passes: passes of a step with guidance.
+        refining: of a video in two stages, the steps of the second one, and the operations of a pass in the first as a
+            share of those in the second; calls of the transformer are those in the second that take as long.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
@@ -184,9 +198,14 @@ def calls_of(
     guided = [name for name, scale in scales.items() if scale > 1]
     passes = {name: guidance_passes if name in guided else 1 for name in scales}
     experts = {name: sections * count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
+    images = 1.0
+    if refining is not None:
+        steps_after, share = refining
+        experts = {name: share * count + steps_after for name, count in experts.items()}
+        images += _FIRST_STAGE_PIXELS
     texts = dict.fromkeys(("text_encoder", "text_encoder_2", CONNECTORS), prompts + bool(guided))
-    sound = dict.fromkeys(SOUND_DECODERS, 1)
-    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: 1, **experts, "vae": sections, **sound}
+    once = dict.fromkeys((LATENT_UPSAMPLER, *SOUND_DECODERS), 1)
+    return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: images, **experts, "vae": sections, **once}
 
 
 def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
@@ -200,6 +219,7 @@ def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
         plan.sections,
         plan.prompts,
         plan.guidance_passes,
+        None if plan.refinement is None else (len(plan.refinement.levels), plan.refinement.cost),
     )
 
 

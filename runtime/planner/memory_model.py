@@ -15,10 +15,12 @@ from runtime.core.tiles import times_decoded
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
+    LATENT_UPSAMPLER,
     SOUND_DECODERS,
     VAE_ENCODER,
     ImageInput,
     ModelSpec,
+    RefinementSpec,
     SoundPart,
     is_text_encoder,
     is_transformer,
@@ -122,7 +124,7 @@ class Workload:
     def of(cls, plan: ExecutionPlan, spec: ModelSpec) -> "Workload":
         """Return a plan's workload; `spec` is its model's."""
         return cls(
-            spec=spec if VAE_ENCODER in plan.components else spec.for_text(),
+            spec=(spec if VAE_ENCODER in plan.components else spec.for_text()).in_stages(int(plan.stages)),
             device=plan.components["transformer"].device,
             dtypes={name: part.dtype for name, part in plan.components.items()},
             engines={name: part.engines for name, part in plan.components.items() if part.engines},
@@ -134,7 +136,7 @@ class Workload:
             height=plan.height,
             width=plan.width,
             split=plan.split,
-            cached_tensors=cached_tensors(plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
+            cached_tensors=cached_tensors(spec, plan.step_cache, plan.guidance_scale, plan.guidance_scale_2),
             text_bytes=plan.speed.text_bytes,
             working_sets=working_sets(plan.speed),
             sound_shape=plan.sound_shape,
@@ -170,6 +172,12 @@ class Workload:
         assert self.spec.sound_latents is not None
         return self.spec.sound_latents.parts[component]
 
+    @property
+    def refinement(self) -> RefinementSpec:
+        """How the clip is made in two stages."""
+        assert self.spec.refinement is not None
+        return self.spec.refinement
+
     def context_bytes(self, components: Iterable[str]) -> int:
         """Return the memory of the engines' execution contexts: they share one buffer, as large as the largest."""
         return max((use.context_bytes for name in components for use in self.engines.get(name, ())), default=0)
@@ -178,6 +186,8 @@ class Workload:
         """Return the operations of one call of a component; see `call_flops`."""
         if component in SOUND_DECODERS:
             return self.sound_latents * self.sound_part(component).flops
+        if component == LATENT_UPSAMPLER:
+            return prod(self.latent_shape[2:]) * self.refinement.flops
         frames, height, width = self.latent_shape[2:]
         return call_flops(self.spec, component, (self.decoded if component == "vae" else frames, height, width), tile)
 
@@ -239,7 +249,7 @@ def weights_bytes(spec: ModelSpec, dtypes: Mapping[str, str], quantization: str 
 
 def stage_of(component: str) -> str:
     """Return the stage in which a component runs."""
-    if is_transformer(component):
+    if is_transformer(component) or component == LATENT_UPSAMPLER:
         return "denoise"
     return "decode" if component == "vae" or component in SOUND_DECODERS else "encode"
 
@@ -480,6 +490,8 @@ def _part_bytes(workload: Workload, strategy: MemoryStrategy, name: str, dtype: 
         return _CONNECTOR_TENSORS * encoder.states * encoder.max_tokens * encoder.width * DTYPE_BYTES[dtype]
     if name in SOUND_DECODERS:
         return round(workload.sound_latents * workload.sound_part(name).values * DTYPE_BYTES[dtype])
+    if name == LATENT_UPSAMPLER:
+        return round(prod(workload.latent_shape[2:]) * workload.refinement.values * DTYPE_BYTES[dtype])
     if name == IMAGE_ENCODER:
         images = _image_input(spec)
         return _IMAGE_TENSORS * images.tokens * images.width * DTYPE_BYTES[dtype]
@@ -514,9 +526,12 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     return size + call * (2 * element * transformer.ffn_dim + 2 * _FLOAT32 * width)
 
 
-def cached_tensors(step_cache: str, guidance_scale: float, guidance_scale_2: float | None) -> tuple[int, int]:
+def cached_tensors(
+    spec: ModelSpec, step_cache: str, guidance_scale: float, guidance_scale_2: float | None
+) -> tuple[int, int]:
     """Return the forward passes of a step that a step cache stores, and the tensors, (tokens, width), for each."""
-    return 2 if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1, _CACHED_TENSORS[kind_of(step_cache)]
+    passes = spec.guidance_passes if max(guidance_scale, guidance_scale_2 or 0) > 1 else 1
+    return passes, _CACHED_TENSORS[kind_of(step_cache)]
 
 
 def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortError
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
-from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Split, default_crf, skipped_steps
+from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Refinement, Split, default_crf, skipped_steps
 from runtime.core.request import ALL, AUTO, FINISHERS, IDLE, OFF, STRENGTH, Auto, GenerationRequest
 from runtime.core.step_cache import (
     MAGCACHE,
@@ -149,6 +149,10 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     for field, off in (("gpus", 1), ("step_cache", NONE), ("guidance_cache", OFF)):
         if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
+    if request.stages != "1" and spec.refinement is None:
+        raise InvalidRequestError("stages", "planner.one_stage_only", model=spec.title)
+    if spec.stages > 1 and spec.refinement and not (spec.refinement.distilled or spec.of_stage(1).loras):
+        raise InvalidRequestError("stages", "planner.refinement_without_lora", model=spec.title)
     if request.compile == "always" and "compiled" in spec.lacks:
         raise InvalidRequestError("compile", "family.option_unsupported", option=["compile"], model=spec.title)
     # A component that the model has, but not this job, may be named: it needs no backend.
@@ -169,6 +173,7 @@ class _Settings:
         skipped: the first steps that do not run, because of the strength.
         computed: by expert, the steps that are computed; the others reuse results of earlier ones.
         calls: by component, how often it runs.
+        refinement: of a video in two stages.
     """
 
     width: int
@@ -189,6 +194,7 @@ class _Settings:
     mag_ratios: Mapping[str, tuple[float, ...]]
     computed: Mapping[str, int]
     calls: Mapping[str, float]
+    refinement: Refinement | None
 
     @classmethod
     def of(cls, request: GenerationRequest, spec: ModelSpec) -> "_Settings":
@@ -216,6 +222,7 @@ class _Settings:
         expert_steps = clip.without_first(every_step, skipped)
         prompts = clip.count_prompts(request, spec, frames, fps)
         step_cache, mag_ratios, computed = _cached_steps(request, spec, every_step, expert_steps)
+        refinement = _refinement(spec, frames, height, width)
         return cls(
             width=width,
             height=height,
@@ -242,7 +249,9 @@ class _Settings:
                 spec.sections(frames),
                 prompts,
                 spec.guidance_passes,
+                None if refinement is None else (len(refinement.levels), refinement.cost),
             ),
+            refinement=refinement,
         )
 
     @property
@@ -284,7 +293,9 @@ class _Placed:
         workload = replace(
             _workload(self.spec, self.device, _with_precisions(self.dtypes, choices), choices, settings),
             split=None if self.split is None else self.split.replace(decode=decodes),
-            cached_tensors=memory_model.cached_tensors(settings.step_cache, settings.guidance, settings.guidance_2),
+            cached_tensors=memory_model.cached_tensors(
+                self.spec, settings.step_cache, settings.guidance, settings.guidance_2
+            ),
         )
         inputs = ForecastInputs(
             request=self.request,
@@ -317,6 +328,7 @@ class _Placed:
 
 
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
+    assert spec.stages == int(request.stages), "a spec in another number of stages: see `models.requested`"
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     for field in ("image", "last_image", "extend", "video"):
         # An extended video's last frame is the image, and a loop's image is the last one.
@@ -416,6 +428,7 @@ def _plan(
         extend=spec.extend,
         video=spec.video,
         strength=settings.strength,
+        stages=request.stages,
         request=request,
         model_directory=spec.location,
         model_version=spec.version,
@@ -440,6 +453,25 @@ def _plan(
         warnings=(*_warnings(settings, request, spec), *warnings, *decision.warnings),
         sound_shape=workload.sound_shape,
         guidance_passes=spec.guidance_passes,
+        refinement=settings.refinement,
+    )
+
+
+def _refinement(spec: ModelSpec, frames: int, height: int, width: int) -> Refinement | None:
+    """Return the first stage of a clip in two stages, and the levels of the second; `None` for one stage."""
+    if spec.stages == 1:
+        return None
+    assert spec.refinement is not None
+    half = frames, height // 2, width // 2
+    tokens, text = spec.tokens(*half), spec.max_sequence_length
+    flops = spec.transformer.forward_flops
+    return Refinement(
+        width=width // 2,
+        height=height // 2,
+        latent_shape=spec.latent_shape(*half),
+        tokens=tokens,
+        levels=spec.refinement.levels,
+        cost=flops(tokens, text) / flops(spec.tokens(frames, height, width), text),
     )
 
 
@@ -447,7 +479,8 @@ def _step_flops(settings: _Settings, workload: memory_model.Workload) -> float:
     """Return the operations of one step, on average."""
     passes = sum(calls for name, calls in settings.calls.items() if is_transformer(name))
     forward = workload.spec.transformer.forward_flops(workload.tokens, workload.spec.max_sequence_length)
-    return forward * passes / (settings.denoising_steps * workload.sections)
+    more = 0 if settings.refinement is None else len(settings.refinement.levels)
+    return forward * passes / (settings.denoising_steps * workload.sections + more)
 
 
 def _warnings(settings: _Settings, request: GenerationRequest, spec: ModelSpec) -> list[Fact]:

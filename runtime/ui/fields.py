@@ -51,6 +51,9 @@ def control(name: str, **properties: Any) -> gr.components.Component:
             return gr.Textbox(placeholder=placeholder, max_lines=1, **shared)
         case Number():
             return gr.Number(**({"step": declared.step} if declared.step else {}), **shared)
+        case Choice(choices=choices):
+            titles = [(title, value) for value, title in choices.items()]
+            return gr.Dropdown(filterable=False, **{"choices": titles, "value": titles[0][1], **shared})
         case Loras():
             return gr.Textbox(placeholder="name:0.8", lines=2, max_lines=MAX_LORAS, **shared)
     raise AssertionError(f"the field {name} has no control")

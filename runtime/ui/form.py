@@ -209,7 +209,7 @@ def loras_section() -> Form:
     """Create the choice of LoRAs."""
     gr.HTML(render("section.html", title=FIELDS["loras"].label), elem_id="title-loras", apply_default_css=False)
     gr.HTML(render("loras.html"), elem_id="panel-loras", apply_default_css=False)
-    info = "One a line: name:strength. high= or low= before the name selects one expert."
+    info = "One a line: name:strength. high= or low= before the name selects one expert or stage."
     return Form({"loras": fields.control("loras", label="By hand", info=info)}, {})
 
 
@@ -267,6 +267,7 @@ def model_values(
         "steps": {"value": defaults.steps},
         "guidance_scale": {"value": guidance["guidance_scale"], "info": guidance_info},
         "guidance_scale_2": {"value": guidance["guidance_scale_2"], "visible": "guidance_scale_2" not in lacking},
+        "stages": {"visible": "stages" not in lacking},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
     }
 
@@ -279,6 +280,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("negative_prompt", not spec.embedded_guidance),
             ("guidance_cache", not spec.embedded_guidance),
             ("guidance_scale_2", spec.experts > 1),
+            ("stages", spec.refinement is not None),
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),

@@ -36,7 +36,7 @@ FILTERS: Mapping[str, str] = {
 # Ages in days of which jobs can be deleted together.
 AGES = (7, 30, 90, 365)
 # Videos of earlier versions have no value for these fields.
-_DEFAULTS_OF_NEWER: Mapping[str, Any] = {"upscaler": AUTO, "strength": STRENGTH}
+_DEFAULTS_OF_NEWER: Mapping[str, Any] = {"upscaler": AUTO, "strength": STRENGTH, "stages": "1"}
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48
 _MAX_SEARCH, _MAX_PAGES = 200, 10_000

@@ -27,7 +27,7 @@ from runtime.core.events import (
 from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, INTERPOLATOR_TITLES, ExecutionPlan
 from runtime.core.progress import OF_FRAMES, Progress
-from runtime.core.request import LOSSLESS, OFF
+from runtime.core.request import LOSSLESS, OFF, STAGES
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
@@ -562,6 +562,7 @@ def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [] if step_cache == NONE else [("Step cache", str(step_cache))]
     guidance_cache = request.get("guidance_cache", OFF)
     rows += [] if guidance_cache == OFF else [("Guidance cache", str(guidance_cache))]
+    rows += [("Stages", STAGES["2"])] if request.get("stages") == "2" else []
     rows += [("Strength", f"{request['strength']:g}")] if request.get("video") else []
     shift = request.get("shift")
     return rows if shift is None else [*rows, ("Shift", f"{shift:g}")]

@@ -590,6 +590,9 @@ def _time(plan: ExecutionPlan) -> str:
     if plan.sections > 1:
         section_seconds = (plan.seconds["denoise"].likely + plan.seconds["decode"].likely) / plan.sections
         sections = f"{plan.sections} sections of about {_duration(section_seconds)}: "
+    if plan.refinement is not None:
+        sizes = (formatting.size(stage.width, stage.height) for stage in plan.by_stage)
+        sections = f"Two stages, {' and then '.join(sizes)}: "
     later = plan.second_seconds
     second = f"about {_duration(later.likely)}"
     if plan.builds:

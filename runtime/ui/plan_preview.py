@@ -137,7 +137,7 @@ class PlanPreview:
         complete = self._is_identified(spec)
         offers = self._offers(spec) if complete else no_offers
         try:
-            spec = with_loras(spec, request.loras, self._weights_dir)
+            spec = with_loras(spec.in_stages(int(request.stages)), request.loras, self._weights_dir)
             spec = with_finishers(spec, request, self._weights_dir)
             spec = with_inputs(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers

@@ -110,6 +110,17 @@ def keep_mag_cache_in(transformer: Any, new_state: Callable[[], Any]) -> None:
     _hook(transformer, _MAG_CACHE_LEADER_BLOCK_HOOK).state_manager._state_cls = new_state
 
 
+def cache_single_stream(block: type) -> None:
+    """Let step caches hook blocks of a class that take and return one tensor of hidden states, their first argument.
+
+    Reason: diffusers registers some classes of blocks, and `enable_cache` raises for others.
+    """
+    from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+
+    single = TransformerBlockMetadata(return_hidden_states_index=0, hidden_states_argument_name="hidden_states")
+    TransformerBlockRegistry.register(model_class=block, metadata=single)
+
+
 def _hook(transformer: Any, name: str) -> Any:
     """Return the hook with a name that one of a transformer's parts has."""
     registries = (getattr(part, "_diffusers_hook", None) for part in transformer.modules())

@@ -62,6 +62,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "attention": ("auto", st.sampled_from(["auto", "fp8", "sage", "sol", "sol:1.5", "sol:9"]) | JSON),
     "compile": ("auto", st.sampled_from(["auto", "always", "never"]) | JSON),
     "shift": ("auto", st.sampled_from(["auto", 3.0, 0, -1]) | JSON),
+    "stages": ("1", st.sampled_from(["1", 2, "2", "0", ""]) | JSON),
     "vae_precision": ("auto", st.sampled_from(["auto", "float32", "bfloat16"]) | JSON),
     "loop": ("off", st.sampled_from(["off", "on", "yes"]) | JSON),
     "interpolate": ("off", st.sampled_from(["off", "2", 4, "3", ""]) | JSON),

@@ -1,12 +1,17 @@
 """Triton's kernels of a transformer's operations on a GPU, at the sizes of large models, and FP8 layers with them."""
 
+from typing import Any
+
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
+from runtime.families.wan.transformer import install
 from runtime.models import row_operations
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor, fp8_weight, install_fp8_linear
 from runtime.models.row_operations import computed
 from tests.gpu.errors import relative_error
+from tests.published_specs import TRANSFORMERS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +60,32 @@ def test_kernels_round_as_pytorch(dtype: torch.dtype) -> None:
     assert relative_error(back, row_operations.from_fp8(rounded, scale, dtype)) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2048, 4096])
+def test_norms_and_rotations_round_as_pytorch(width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    tolerance = 1e-6 if dtype == torch.float32 else 4e-3
+    x, y = random(1, TOKENS, width, dtype=dtype), random(1, TOKENS, width, dtype=dtype)
+    for timesteps in (1, 2):
+        gate, *rows = random(timesteps, 5, width, dtype=torch.float32).unbind(1)
+        pairs = [(rows[0], rows[1]), (rows[2], rows[3])]
+        sums: list[tuple[Any, ...]] = [(x, y, gate, pairs[:count], 700, 1e-6) for count in range(3)]
+        for arguments in (*sums, (x, None, None, pairs[:1], 700, 1e-6), (x, y, None, [None], 0, 1e-6)):
+            results = zip(
+                computed(row_operations.add_norms, *arguments, fewest=0),
+                row_operations.add_norms(*arguments),
+                strict=True,
+            )
+            assert all(relative_error(got, wanted) < tolerance for got, wanted in results)
+    wide, weight = random(1, TOKENS, 3 * width, dtype=dtype), random(width, dtype=dtype)
+    cos, sin = random(2, 1, TOKENS, width // 2, dtype=torch.float32)
+    for distance in (1, 32, 64):
+        for part in wide.split(width, dim=2):
+            angles = (weight, 1e-6, cos, sin, distance)
+            got = computed(row_operations.norm_rotate, part, *angles, fewest=0)
+            assert relative_error(got, row_operations.norm_rotate(part, *angles)) < tolerance
+
+
 @pytest.mark.parametrize("width", [WIDTH, 13_824])
 def test_rows_are_rounded_as_by_pytorch(width: int) -> None:
     torch.manual_seed(2)
@@ -85,3 +116,24 @@ def test_a_layer_in_fp8_computes_as_torchaos() -> None:
     assert relative_error(got, exact) < 1.05 * relative_error(wanted, exact)
     # Few rows are rounded by torchao, whose scales have 16 bits.
     assert relative_error(layer(x[:, :7]), exact[:, :7]) < 1.1 * relative_error(wanted, exact)
+
+
+def test_kernels_compiled_ahead_are_those_of_a_block() -> None:
+    from runtime.models import row_kernels  # needs Triton
+
+    tokens = 1100
+    config = {**TRANSFORMERS["wan2.2-a14b"], "num_layers": 1}
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(**config).to(torch.bfloat16).requires_grad_(False)
+    install(model)
+    kernels = row_kernels._norm_kernel, row_kernels._add_kernel, row_kernels._rotate_kernel
+
+    def compiled() -> int:
+        return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
+
+    row_operations.compile_kernels(HEADS, WIDTH // HEADS, (), torch.bfloat16, "cuda")
+    before = compiled()
+    latents = random(1, config["in_channels"], 1, 2 * 25, 2 * tokens // 25)
+    model(latents, torch.tensor([500.0], device="cuda"), random(1, 512, config["text_dim"]), return_dict=False)
+    assert before >= len(kernels)
+    assert compiled() == before

@@ -44,6 +44,40 @@ def test_rotate_pairs(heads: int, head_width: int, dtype: str) -> None:
     close(row_kernels.rotate_pairs(x, cos, sin), row_operations.rotate_pairs(x, cos, sin))
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("timesteps", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("norms", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["gated", "added", "alone"])
+def test_add_norms(width: int, timesteps: int, dtype: str, norms: int, kind: str) -> None:
+    torch.manual_seed(6)
+    x, y = torch.randn(2, 1, 5, width).to(getattr(torch, dtype))
+    table = torch.randn(timesteps, 5, width)
+    gate, *rows = table.unbind(1)
+    modulations = [(rows[0], rows[1]), (rows[2], rows[3])][:norms]
+    for first in (0, 2, 5):
+        arguments = (x, None if kind == "alone" else y, gate if kind == "gated" else None, modulations, first, 1e-6)
+        for got, wanted in zip(row_kernels.add_norms(*arguments), row_operations.add_norms(*arguments), strict=True):
+            close(got, wanted)
+    plain = (x, y, gate[:1].clone(), [None], 0, 1e-6)
+    for got, wanted in zip(row_kernels.add_norms(*plain), row_operations.add_norms(*plain), strict=True):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize(("width", "distance"), [(64, 1), (64, 8), (96, 16), (96, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_norm_rotate(width: int, distance: int, dtype: str) -> None:
+    torch.manual_seed(7)
+    # Part of a larger tensor, as where queries, keys and values are one product.
+    x = torch.randn(2, 5, 3 * width).to(getattr(torch, dtype))
+    weight, (cos, sin) = 1 + 0.1 * torch.randn(width), torch.randn(2, 1, 5, width // 2)
+    for part in (*x.split(width, dim=2), x[:, ::2, :width]):
+        given = (part, weight, 1e-6)
+        close(row_kernels.norm_rotate(*given), row_operations.norm_rotate(*given))
+        angles = (cos[:, : part.shape[1]], sin[:, : part.shape[1]], distance)
+        close(row_kernels.norm_rotate(*given, *angles), row_operations.norm_rotate(*given, *angles))
+
+
 def in_fp8(*size: int) -> torch.Tensor:
     """Random values that float8_e4m3fn has: the interpreter rounds others wrongly, which tests/gpu compares."""
     values = (100 * torch.randn(size)).clamp(-448, 448).to(torch.float8_e4m3fn).float()
@@ -68,3 +102,7 @@ def test_to_and_from_fp8() -> None:
     rounded = row_kernels.to_fp8(x / 2, scale)
     assert torch.equal(rounded.float(), x.clamp(max=448))
     assert torch.equal(row_kernels.from_fp8(rounded, scale, torch.float32), x.clamp(max=448) / 2)
+
+
+def test_kernels_are_compiled_before_they_are_used() -> None:
+    row_kernels.compile_kernels(3, 8, (24, 96), torch.float16, "cpu")

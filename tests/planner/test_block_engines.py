@@ -323,11 +323,11 @@ def measured(offer: EngineOffer, seconds: float, **baselines: float) -> EngineOf
 
 
 def test_block_engines_are_chosen_if_a_pass_is_faster() -> None:
-    in_pytorch = plan([], backend="auto")
+    in_pytorch = plan([], backend="auto", compile="always")
     assert in_pytorch.speed.compiled
     # Parts of a pass, without 1 s of attention.
     slow, fast = measured(blocks(), 1.9, eager=2.5, compiled=1.8), measured(blocks(), 1.5, eager=2.5, compiled=1.8)
-    refused, chosen = plan([slow], backend="auto"), plan([fast], backend="auto")
+    refused, chosen = (plan([offer], backend="auto", compile="always") for offer in (slow, fast))
     assert refused.components["transformer"].backend == "pytorch"
     assert refused.components["transformer"].reasons[-1].code == "planner.none_faster"
     assert refused.speed.compiled

@@ -114,7 +114,7 @@ def test_one_transformer_runs_all_steps(tiny: Tiny) -> None:
     ],
 )
 def test_each_expert_is_called_for_its_steps(given: dict[str, int], calls: dict[str, float]) -> None:
-    once = dict.fromkeys(("image_encoder", "vae_encoder", "vae", "audio_vae", "vocoder"), 1)
+    once = dict.fromkeys(("image_encoder", "vae_encoder", "latent_upsampler", "vae", "audio_vae", "vocoder"), 1)
     texts = dict.fromkeys(("text_encoder", "text_encoder_2", "connectors"), 2)
     assert calls_of(4, 4.0, 1.0, given) == texts | once | calls
 

@@ -14,7 +14,7 @@ from runtime.core.loras import Lora
 from runtime.core.request import AUTO, COMPONENTS, GenerationRequest
 from runtime.models.catalogue import find, known_as, look_up
 from runtime.models.spec import ModelSpec
-from runtime.ui import form, make_tab, theme
+from runtime.ui import fields, form, make_tab, theme
 from tests.image_files import taking_images
 
 GOOD: dict[str, Any] = {
@@ -39,6 +39,7 @@ GOOD: dict[str, Any] = {
     "backend_vae_encoder": "auto",
     "backend_transformer": "auto",
     "backend_transformer_2": "auto",
+    "backend_latent_upsampler": "auto",
     "backend_vae": "auto",
     "backend_audio_vae": "auto",
     "backend_vocoder": "auto",
@@ -54,6 +55,7 @@ GOOD: dict[str, Any] = {
     "guidance_cache": "off",
     "attention": "auto",
     "compile": "auto",
+    "stages": "1",
     "vae_precision": "auto",
     "image": "",
     "last_image": "",
@@ -497,6 +499,22 @@ def test_values_of_another_model_that_are_not_shown_are_left_out(families: dict[
             assert (getattr(request, name) == getattr(fresh, name)) == (name in lacking), (spec.name, name)
         assert (request.image is None) == (spec.image_input is None)
         assert (request.last_image is None) == (spec.image_input is None or spec.image_input.last == "none")
+
+
+def test_stages_are_offered_by_models_that_can_make_two(tiny: Callable[[str], ModelSpec]) -> None:
+    models = {name: tiny(name) for name in ("ltx-2.3-distilled", "ltx-2.3", "wan2.1")}
+    shown = {name: form.model_values(spec, models)["stages"]["visible"] for name, spec in models.items()}
+    assert shown == {"ltx-2.3-distilled": True, "ltx-2.3": False, "wan2.1": False}
+    # What was selected for one model is not requested of another.
+    assert {name: read(models, model=name, stages="2").stages for name in models} == {
+        "ltx-2.3-distilled": "2",
+        "ltx-2.3": "1",
+        "wan2.1": "1",
+    }
+    filled = form.filled({"model": "ltx-2.3-distilled", "stages": "2"}, models)
+    assert filled["stages"] == {"value": "2", "visible": True}
+    control = fields.control("stages")
+    assert (control.value, [value for _, value in control.choices]) == ("1", ["1", "2"])
 
 
 def test_a_length_in_seconds_is_shown_in_whole_sections(families: dict[str, ModelSpec]) -> None:

@@ -88,3 +88,15 @@ def test_blocks_of_gguf_are_dequantized_as_gguf_does() -> None:
     data = gguf.quantize(values, gguf.GGMLQuantizationType.Q5_0)
     expected = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType.Q5_0))
     assert torch.equal(private.dequantize_gguf("Q5_0", torch.from_numpy(data), torch.float32), expected)
+
+
+def test_blocks_of_two_streams_are_hooked_by_step_caches() -> None:
+    block = type("Block", (torch.nn.Module,), {"forward": lambda self, hidden_states, other=None: hidden_states})
+    module = WanTransformer3DModel(num_layers=0, num_attention_heads=1, attention_head_dim=16, ffn_dim=16)
+    module.blocks = torch.nn.ModuleList([block(), block()])
+    private.cache_single_stream(block)
+    module.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    x = torch.ones(1, 5)
+    with module.cache_context("cond"):
+        for part in module.blocks:
+            assert part(x).equal(x)

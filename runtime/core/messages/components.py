@@ -10,6 +10,7 @@ TITLES: Mapping[str, str] = {
     "vae_encoder": "VAE encoder",
     "transformer": "Transformer",
     "transformer_2": "Low-noise transformer",
+    "latent_upsampler": "Latent upsampler",
     "vae": "VAE decoder",
     "audio_vae": "Sound decoder",
     "vocoder": "Vocoder",

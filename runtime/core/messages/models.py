@@ -137,7 +137,7 @@ _HUB: Mapping[str, Message] = {
 }
 
 _AGAIN = "Copy or download the model again."
-_COMPONENTS = "Put the folders text_encoder, tokenizer, vae and scheduler of such a model beside the file."
+_COMPONENTS = "Put the folders text_encoder, tokenizer, vae, scheduler and others of such a model beside the file."
 
 _FILES: Mapping[str, Message] = {
     "model.in_use": Message("{model} is used by {jobs:n job} in the queue.", "Wait for them, or cancel them in Queue."),
@@ -197,7 +197,7 @@ _FILES: Mapping[str, Message] = {
     ),
     "model.file_unknown": Message(
         "{file} is no transformer of a model that Tandem runs from a single file; it has {tensors:list}.",
-        "Use a file of a Wan transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",
+        "Use a file of a Wan or LTX-2 transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",
     ),
     "model.format_unknown": Message(
         "{file} stores {tensor} as {dtype}, in a format that cannot be read.",
@@ -206,7 +206,7 @@ _FILES: Mapping[str, Message] = {
     "model.file_tensor_missing": Message("{file} lacks {tensor}.", _AGAIN),
     "model.file_tensor_unknown": Message(
         "{file} has {tensor}, which the models that Tandem runs do not have.",
-        "Use a file of a plain Wan model, without VACE, controls or other additions.",
+        "Use a file of a plain model, without VACE, controls or other additions.",
     ),
     "model.file_other_shape": Message("{file} has {tensor} of {shape}; its other tensors require {expected}.", _AGAIN),
     "model.file_expert_unknown": Message(
@@ -351,7 +351,7 @@ _LORA: Mapping[str, Message] = {
     "lora.not_finite": Message("The LoRA {lora} contains NaN or Inf, in {tensor!r}.", _LORA_AGAIN),
     "lora.no_such_expert": Message(
         "The LoRA {lora} is for the {expert}-noise expert, and {model} has one transformer.",
-        "Use a LoRA for this model, without high= or low=.",
+        "Use a LoRA for this model, without high= or low=; or two stages where the model can, for one of them.",
     ),
     "lora.unknown_tensor": Message("The LoRA {lora} changes {tensor!r}, which {model} does not have.", _OTHER_LORA),
     "lora.duplicate_module": Message("The LoRA {lora} changes {module} twice.", _LORA_AGAIN),

@@ -354,6 +354,13 @@ _REASONS: Mapping[str, Message] = {
         "{model} takes its guidance scale as an input and has no second pass to leave out.",
         "Use {set[guidance_cache=off]}.",
     ),
+    "planner.one_stage_only": Message(
+        "{model} cannot make videos in two stages: it has no latent upsampler.", "Use {set[stages=1]}."
+    ),
+    "planner.refinement_without_lora": Message(
+        "{model} is not distilled: its second stage needs the publishers' LoRA that makes it so.",
+        "Use {set[loras]} low=FILE with that LoRA, or {set[stages=1]}.",
+    ),
     "planner.step_cached": Message("Block residuals are reused across steps ({step_cache}), as requested."),
     "planner.steps_computed": Message(
         "{computed} of {steps:n step} are computed, the others reuse block residuals ({step_cache}), as requested."

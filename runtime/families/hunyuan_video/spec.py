@@ -17,7 +17,7 @@ from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video import lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, FileSigns, KnownModel
-from runtime.models.spec import Defaults, ModelSpec, TextEncoderSpec, folder_of
+from runtime.models.spec import ROW_KERNELS, Defaults, ModelSpec, TextEncoderSpec, folder_of
 from runtime.models.timesteps import NoiseLevels, noise_levels
 from runtime.models.vae_groups import GROUP, GROUP_PROGRAMS
 
@@ -31,7 +31,7 @@ SKIPPED_LAYERS = 2
 CLIP_TOKENS = 77
 # Of `Speed`, the transformer refines the text at every step and takes one text at a time, and the VAE has nothing. One
 # GPU decodes.
-LACKS = frozenset({"text_kept", "paired", "channels_last", "compiled_vae", "strips"})
+LACKS = frozenset({"text_kept", "paired", "channels_last", "compiled_vae", "strips", ROW_KERNELS})
 # Single blocks have a `proj_out` too, so the last projection is named by its parameter, which bitsandbytes does not
 # compare: it quantizes that layer as well.
 UNQUANTIZED = ("context_embedder", "time_text_embed", "norm_out", "proj_out.weight")

@@ -9,6 +9,7 @@ from diffusers.models.autoencoders.autoencoder_kl_ltx2_audio import AutoencoderK
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3DModel
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 
 from runtime.core.plan import EAGER, Speed
@@ -17,10 +18,18 @@ from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
-from runtime.families.ltx2.vae import PyTorchImageEncoder, PyTorchSpectrumDecoder, PyTorchVideoDecoder, PyTorchVocoder
+from runtime.families.ltx2.vae import (
+    PyTorchImageEncoder,
+    PyTorchLatentUpsampler,
+    PyTorchSpectrumDecoder,
+    PyTorchVideoDecoder,
+    PyTorchVocoder,
+)
 from runtime.families.ltx2.vae_programs import VaeClipForm, VaeImageForm
+from runtime.models.folder import read_config
 from runtime.models.spec import ModelSpec
 from runtime.models.vae_groups import CLIP_PROGRAM
+from runtime.models.weights import load_tensors
 
 
 class Vocoder(ModelMixin):
@@ -38,6 +47,7 @@ MODULES: Mapping[str, Any] = {
     "connectors": LTX2TextConnectors,
     "vae_encoder": AutoencoderKLLTX2Video,
     "transformer": LTX2VideoTransformer3DModel,
+    "latent_upsampler": LTX2LatentUpsamplerModel,
     "vae": AutoencoderKLLTX2Video,
     "audio_vae": AutoencoderKLLTX2Audio,
     "vocoder": Vocoder,
@@ -55,6 +65,13 @@ def text_connector(module: torch.nn.Module, device: str | torch.device) -> PyTor
     return PyTorchConnectors(module, device)
 
 
+def latent_upsampler(spec: ModelSpec, module: torch.nn.Module, device: str | torch.device) -> PyTorchLatentUpsampler:
+    """See `execution.components.Components`; the VAE has the mean and the deviation of latents."""
+    mean, deviation = load_tensors(spec, "vae", ("latents_mean", "latents_std"))
+    scaling = read_config(spec.directory / "vae" / "config.json").get("scaling_factor", 1.0)
+    return PyTorchLatentUpsampler(module, mean, deviation / scaling, device)
+
+
 def sound_decoder(name: str, module: torch.nn.Module, device: str | torch.device) -> SoundDecoder:
     """See `execution.components.Components`."""
     return PyTorchVocoder(module, device) if name == "vocoder" else PyTorchSpectrumDecoder(module, device)
@@ -62,8 +79,7 @@ def sound_decoder(name: str, module: torch.nn.Module, device: str | torch.device
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchStreamDenoiser:
     """See `execution.components.Components`."""
-    del speed
-    return PyTorchStreamDenoiser(module)
+    return PyTorchStreamDenoiser(module, speed)
 
 
 def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorchVideoDecoder:

@@ -13,11 +13,11 @@ from runtime.models.lora_names import Blocks, LoraNames
 from runtime.models.registry import ABSENT
 from runtime.models.spec import ModelSpec
 
-_BLOCKS = "transformer_blocks"
-_ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-_FEED_FORWARDS = ("ff", "audio_ff")
+BLOCKS = "transformer_blocks"
+ATTENTIONS = ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+FEED_FORWARDS = ("ff", "audio_ff")
 # In the model's own code and in diffusers: modulations by the timestep, and how many vectors of a stream's width.
-_MODULATIONS = {
+MODULATIONS = {
     "adaln_single": "time_embed",
     "audio_adaln_single": "audio_time_embed",
     "prompt_adaln_single": "prompt_adaln",
@@ -27,55 +27,59 @@ _MODULATIONS = {
     "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
     "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
 }
-_PROJECTIONS = {"patchify_proj": "proj_in", "audio_patchify_proj": "audio_proj_in"}
-_TEXT_PROJECTIONS = ("caption_projection", "audio_caption_projection")
-_OF_MODULATION = ("emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2", "linear")
+PROJECTIONS = {"patchify_proj": "proj_in", "audio_patchify_proj": "audio_proj_in"}
+TEXT_PROJECTIONS = ("caption_projection", "audio_caption_projection")
+OF_MODULATION = ("emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2", "linear")
 # Channels of the timestep's sinusoids.
 _SINUSOIDS = 256
 NAMES = LoraNames(
     (
         Blocks(
-            _BLOCKS,
-            _BLOCKS,
+            BLOCKS,
+            BLOCKS,
             {
                 **{
                     f"{attention}.{theirs}": f"{attention}.{ours}"
-                    for attention in _ATTENTIONS
+                    for attention in ATTENTIONS
                     for theirs, ours in {
                         **{name: name for name in ("to_q", "to_k", "to_v", "to_out.0", "to_gate_logits")},
                         "q_norm": "norm_q",
                         "k_norm": "norm_k",
                     }.items()
                 },
-                **{name: name for part in _FEED_FORWARDS for name in (f"{part}.net.0.proj", f"{part}.net.2")},
+                **{name: name for part in FEED_FORWARDS for name in (f"{part}.net.0.proj", f"{part}.net.2")},
             },
         ),
     ),
     {
-        **_PROJECTIONS,
+        **PROJECTIONS,
         **{name: name for name in ("proj_out", "audio_proj_out")},
-        **{f"{name}.linear_{n}": f"{name}.linear_{n}" for name in _TEXT_PROJECTIONS for n in (1, 2)},
-        **{f"{theirs}.{part}": f"{ours}.{part}" for theirs, ours in _MODULATIONS.items() for part in _OF_MODULATION},
+        **{f"{name}.linear_{n}": f"{name}.linear_{n}" for name in TEXT_PROJECTIONS for n in (1, 2)},
+        **{f"{theirs}.{part}": f"{ours}.{part}" for theirs, ours in MODULATIONS.items() for part in OF_MODULATION},
     },
 )
-_BLOCK = re.compile(rf"{_BLOCKS}\.([0-9]+)\.(.+)")
+_BLOCK = re.compile(rf"{BLOCKS}\.([0-9]+)\.(.+)")
 
 
 def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
     """Return the shape of the weight of a module; see `Family.lora_weight_shape`. A norm's weight has one axis."""
-    transformer: Any = spec.transformer
+    return shape_of(spec.transformer, module)
+
+
+def shape_of(transformer: Any, module: str) -> tuple[int | None, ...] | None:
+    """Return the shape of the weight of a module of a transformer with the attributes of `spec.TransformerSpec`."""
     block = _BLOCK.fullmatch(module)
     if block is not None:
         return _of_block(transformer, block[2]) if int(block[1]) < transformer.num_layers else None
     width = transformer.sound_width if "audio" in module else transformer.width
     name, _, layer = module.partition(".")
-    if name in _TEXT_PROJECTIONS:
+    if name in TEXT_PROJECTIONS:
         text = transformer.text_dim if layer.endswith("1") else width
         return (width, text) if transformer.projects_text else ABSENT
-    if name in _MODULATIONS.values():
+    if name in MODULATIONS.values():
         return _of_modulation(transformer, name, layer, width)
     channels = transformer.sound_channels if "audio" in module else transformer.in_channels
-    if module in _PROJECTIONS.values():
+    if module in PROJECTIONS.values():
         return (width, channels)
     return (channels, width) if module in {"proj_out", "audio_proj_out"} else None
 
@@ -84,7 +88,7 @@ def _of_block(transformer: Any, name: str) -> tuple[int, ...] | None:
     """Return the shape of the weight of a module in a block."""
     part, _, layer = name.partition(".")
     width, sound = transformer.width, transformer.sound_width
-    if part in _FEED_FORWARDS:
+    if part in FEED_FORWARDS:
         channels = width if part == "ff" else sound
         return {"net.0.proj": (4 * channels, channels), "net.2": (channels, 4 * channels)}.get(layer)
     # Channels of queries and results, of keys and values, and of heads.
@@ -119,4 +123,4 @@ def _of_modulation(transformer: Any, name: str, layer: str, width: int) -> tuple
     elif "prompt" in name:
         vectors = 2
     shapes = ((width, _SINUSOIDS), (width, width), (vectors * width, width))
-    return dict(zip(_OF_MODULATION, shapes, strict=True)).get(layer)
+    return dict(zip(OF_MODULATION, shapes, strict=True)).get(layer)

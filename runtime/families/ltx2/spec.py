@@ -4,7 +4,7 @@ Source of defaults: https://github.com/Lightricks/LTX-2 and diffusers' `LTX2Pipe
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -14,15 +14,17 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact, shortened
-from runtime.families.ltx2 import lora_names
+from runtime.families.ltx2 import file_names, lora_names
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
-from runtime.models.registry import Family, KnownModel
+from runtime.models.registry import Family, KnownModel, SingleFiles
 from runtime.models.spec import (
     CONNECTORS,
+    LATENT_UPSAMPLER,
     VAE_ENCODER,
     Defaults,
     ImageInput,
     ModelSpec,
+    RefinementSpec,
     SoundLatents,
     SoundPart,
     SoundSpec,
@@ -30,6 +32,7 @@ from runtime.models.spec import (
     TextEncoderSpec,
     folder_of,
 )
+from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import NoiseLevels, ShiftBySize, noise_levels
 from runtime.models.vae_groups import CLIP_PROGRAM
 
@@ -37,20 +40,10 @@ from runtime.models.vae_groups import CLIP_PROGRAM
 MAX_SEQUENCE_LENGTH = 1024
 # Weights of the text encoder that only images need. The last layer gives the words that follow.
 VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head\.")
-# Everything runs in diffusers' modules as they are: of `Speed`, the family has PyTorch's own attention only, decodes a
-# clip in one call, and on one GPU.
-_LACKS = frozenset(
-    {
-        "attention", "chunks", "compiled", "text_kept", "paired", "graphed", "fused", "channels_last", "compiled_vae",
-        "strips",
-    }
-)  # fmt: skip
-_UNSUPPORTED = frozenset({"gpus", "step_cache", "guidance_cache"})
-_UNQUANTIZED = (
-    "proj_in", "audio_proj_in", "caption_projection", "audio_caption_projection", "time_embed", "audio_time_embed",
-    "av_cross_attn_video_scale_shift", "av_cross_attn_audio_scale_shift", "av_cross_attn_video_a2v_gate",
-    "av_cross_attn_audio_v2a_gate", "prompt_adaln", "audio_prompt_adaln", "proj_out", "audio_proj_out",
-)  # fmt: skip
+# The VAE runs in diffusers' module as it is, and decodes a clip in one call, on one GPU. The passes of a step differ in
+# more than their text, so they are separate calls; each takes much longer than launching its kernels.
+_LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
+_UNSUPPORTED = frozenset({"gpus", "guidance_cache"})
 # The components in the order they run; engines are built of the VAE's parts.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
@@ -62,6 +55,10 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "vocoder": (),
 }
 _FLOAT32 = 4
+# In the names of the publishers' files and models.
+_DISTILLED, _FULL = "distilled", "dev"
+# How many times larger the latents of the second stage are.
+_UPSAMPLED = 2.0
 # Values of a 3×3×3 and of a 3×3 kernel.
 _KERNEL, _KERNEL_2D = 27, 9
 # Tokens along an axis. Positions are computed, without a table, so this only limits sizes.
@@ -79,6 +76,8 @@ _EXTENSION = "bwe_"
 _SHIFT = {"base_image_seq_len": 1024, "max_image_seq_len": 4096, "base_shift": 0.95, "max_shift": 2.05}
 # `DISTILLED_SIGMA_VALUES` of diffusers' `pipelines.ltx2.utils`, whose import loads every pipeline of the family.
 DISTILLED_LEVELS = (1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875)
+# `STAGE_2_DISTILLED_SIGMA_VALUES` of the same module.
+REFINING_LEVELS = (0.909375, 0.725, 0.421875)
 # `DEFAULT_NEGATIVE_PROMPT` of the same module.
 NEGATIVE_PROMPT = (
     "blurry, out of focus, overexposed, underexposed, low contrast, washed out colors, excessive noise, "
@@ -108,6 +107,7 @@ class TransformerSpec:
         text_dim: channels of a text embedding for the video.
         sound_heads, sound_head_dim, sound_channels, sound_text_dim: of the stream of the sound.
         modulated_text: whether the attention to the text depends on the timestep, as from LTX-2.3 on.
+        keeps_text: whether its keys and values nevertheless do not.
         gated: whether results of attention have gates, as from LTX-2.3 on.
         projects_text: whether the transformer projects the text, as LTX-2's does.
     """
@@ -122,6 +122,7 @@ class TransformerSpec:
     sound_channels: Annotated[int, up_to(4_096)]
     sound_text_dim: _Size
     modulated_text: bool
+    keeps_text: bool
     gated: bool
     projects_text: bool
 
@@ -174,18 +175,18 @@ class TransformerSpec:
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
         """Return the peak memory of one forward pass in bytes, weights excluded; attention stores no matrix.
 
-        There are the stream, the norm and the result, and in the feed-forward twice the inner layer, or in attention
-        queries, keys and values and in float32 two tensors of the rotation. The tables of the rotations are float32.
-        With a timestep for each token, there are also its modulations, and their sum with those of the block.
+        There are the stream before the block and now, the norm, and in the feed-forward twice the inner layer, or in
+        attention queries, keys and values and in float32 three tensors of the rotation. The tables of the rotations are
+        float32. Two timesteps take no more: tables of a block have a row for each.
 
-        Counted from diffusers' `LTX2VideoTransformerBlock`, not measured.
+        Counted from `transformer.block_step`; `tests/families/ltx2/test_transformer.py` counts its tensors.
         """
+        del time_per_token
         e, width = element_bytes, self.width
         feed_forward = e * (3 * width + 2 * self.ffn_dim)
-        rotation = e * 6 * width + 2 * _FLOAT32 * width
+        rotation = e * 6 * width + 3 * _FLOAT32 * width
         tables = _FLOAT32 * (width + self.sound_width)
-        modulations = e * 2 * (9 if self.modulated_text else 6) * width if time_per_token else 0
-        return tokens * (max(feed_forward, rotation) + tables + modulations)
+        return tokens * (max(feed_forward, rotation) + tables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,12 +388,43 @@ class _Vocoder:
         return SoundPart(flops=flops + 2.0 * 7 * positions * now * self.out_channels, values=values)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Upsampler:
+    """Sizes of an `LTX2LatentUpsamplerModel`, of which those that double width and height are supported."""
+
+    in_channels: _Size = 128
+    mid_channels: _Size = 1024
+    num_blocks_per_stage: _Number = 4
+    dims: Annotated[int, Field(ge=2, le=3)] = 3
+    spatial_upsample: bool = True
+    temporal_upsample: bool = False
+    rational_spatial_scale: float = 2.0
+    use_rational_resampler: bool = True
+
+    def refinement(self, parameters: int, *, distilled: bool) -> RefinementSpec:
+        """Return how a model with it, and so many weights in it, makes videos in two stages.
+
+        Operations are those of the convolutions; most of the memory is in a block at full size: its input, the result
+        of a convolution, the norm's, and the activation's. Counted from diffusers' modules, not measured.
+        """
+        kernel = _KERNEL if self.dims == 3 else _KERNEL_2D  # noqa: PLR2004 - dimensions
+        width = self.mid_channels
+        blocks = 2 * kernel * self.num_blocks_per_stage * width**2
+        before = kernel * self.in_channels * width + blocks + _KERNEL_2D * width * 4 * width
+        # There are 4 latents of the result for each one before.
+        flops = 2.0 * (before / 4 + blocks + kernel * width * self.in_channels)
+        return RefinementSpec(
+            levels=REFINING_LEVELS, distilled=distilled, parameters=parameters, flops=flops, values=4.0 * width
+        )
+
+
 _TRANSFORMER = TypeAdapter(TransformerSpec)
 _VAE = TypeAdapter(VaeSpec)
 _GEMMA = TypeAdapter(_Gemma)
 _CONNECTORS = TypeAdapter(_Connectors)
 _SOUND_VAE = TypeAdapter(_SoundVae)
 _VOCODER = TypeAdapter(_Vocoder)
+_UPSAMPLER = TypeAdapter(_Upsampler)
 _SHIFT_BY_SIZE = TypeAdapter(ShiftBySize)
 # Names of the fields above in diffusers' configurations.
 _TRANSFORMER_NAMES: Mapping[str, str] = {
@@ -417,6 +449,7 @@ class Ltx2Family(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
+    single_files: SingleFiles | None = file_names
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
 
@@ -439,7 +472,30 @@ class Ltx2Family(Family):
                 directory=directory,
                 parameters={part: _parameters(directory, part) for part in _PROGRAMS},
                 **_fields(configs),
+                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
                 **{"latent_rgb": None, **sidecar},
+            )
+
+    def assemble(
+        self, directory: Path, name: str, files: Mapping[str, WeightFiles], model: KnownModel | None
+    ) -> ModelSpec:
+        """See `registry.Family`. The file's name states whether its transformer is distilled, else the folder does."""
+        with reading(directory.name):
+            configs = _read_configurations(directory, directory.name, files, name)
+            about: dict[str, Any] = {"title": name, "license": "unknown", "latent_rgb": None}
+            if model is not None:
+                about |= {"title": model.title, "license": model.license, "about": model.about}
+            parameters = {part: _parameters(directory, part) for part in _PROGRAMS if part not in files}
+            return ModelSpec(
+                family="ltx2",
+                name=name,
+                directory=directory,
+                parameters={**parameters, **{part: of_part.parameters for part, of_part in files.items()}},
+                files=files,
+                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
+                **_fields(configs),
+                **_card(configs),
+                **about,
             )
 
     def check(self, directory: Path, title: str) -> None:
@@ -454,9 +510,10 @@ class Ltx2Family(Family):
     def known_spec(self, model: KnownModel, weights_dir: Path) -> ModelSpec:
         """Return the spec of a published model, as if its folder were in `weights_dir`."""
         shifted = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
-        scheduler = _SCHEDULER if "distilled" in model.name else {**_SCHEDULER, **shifted}
+        scheduler = _SCHEDULER if _DISTILLED in model.name else {**_SCHEDULER, **shifted}
         configs = _configurations({**model.configs, "scheduler": scheduler}, model.title)
-        return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir))
+        refinement = _refinement(configs, lambda: model.parameters[LATENT_UPSAMPLER])
+        return ModelSpec(**_fields(configs), **_card(configs), **model.description(weights_dir), refinement=refinement)
 
 
 FAMILY: Family = Ltx2Family()
@@ -471,20 +528,39 @@ class _Configurations(NamedTuple):
     sound: SoundSpec
     noise: NoiseLevels
     scheduler: str
+    upsampler: _Upsampler | None
 
 
-def _read_configurations(directory: Path, title: str) -> _Configurations:
+def _read_configurations(
+    directory: Path, title: str, files: Mapping[str, WeightFiles] | None = None, name: str = ""
+) -> _Configurations:
     """Read and check all configurations of a folder, before a library reads one.
+
+    Args:
+        files: instead of the folder's components, which may be missing, as may the pipeline's configuration.
+        name: of the transformer's file.
 
     Raises:
         KeyError, TypeError, ValueError: if one is incomplete or wrong.
         ModelError: if one is missing or not JSON, or they do not fit each other.
     """
-    read_config(directory / "model_index.json")
+    of_files = {part: of_part.config for part, of_part in (files or {}).items()}
+    if not of_files:
+        read_config(directory / "model_index.json")
     configs: dict[str, Mapping[str, Any]] = {
-        part: read_config(directory / folder_of(part) / "config.json") for part in _PROGRAMS
+        part: of_files[part] if part in of_files else read_config(directory / folder_of(part) / "config.json")
+        for part in _PROGRAMS
     }
-    configs["scheduler"] = read_config(directory / "scheduler" / "scheduler_config.json")
+    scheduler = read_config(directory / "scheduler" / "scheduler_config.json")
+    if _DISTILLED in name.lower():
+        scheduler["use_dynamic_shifting"] = False
+    elif _FULL in name.lower() and not scheduler.get("use_dynamic_shifting"):
+        raise ValueError("use_dynamic_shifting")
+    configs["scheduler"] = scheduler
+    # A folder may have it or not: pipelines do not name it.
+    upsampler = directory / LATENT_UPSAMPLER / "config.json"
+    if upsampler.is_file():
+        configs[LATENT_UPSAMPLER] = read_config(upsampler)
     return _configurations(configs, title)
 
 
@@ -499,6 +575,7 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
             "text_dim": text_dim,
             "sound_text_dim": sound_text_dim,
             "modulated_text": config.get("cross_attn_mod", False),
+            "keeps_text": not (config.get("cross_attn_mod", False) and config.get("use_prompt_adaln_single", True)),
             "gated": config.get("gated_attn", False),
             "projects_text": config.get("use_prompt_embeddings", True),
         }
@@ -530,7 +607,28 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
     if scheduler["_class_name"] != "FlowMatchEulerDiscreteScheduler":
         raise ValueError("_class_name")
     sound = _sound(configs, transformer)
-    return _Configurations(transformer, vae, encoder, sound, _noise(scheduler), str(scheduler["_class_name"]))
+    upsampler = None
+    if LATENT_UPSAMPLER in configs:
+        upsampler = _UPSAMPLER.validate_python(_known(configs[LATENT_UPSAMPLER], _Upsampler))
+        if upsampler.in_channels != vae.z_dim:
+            raise ValueError("in_channels")
+        if not upsampler.spatial_upsample or upsampler.temporal_upsample:
+            raise ValueError("spatial_upsample")
+        if upsampler.use_rational_resampler and upsampler.rational_spatial_scale != _UPSAMPLED:
+            raise ValueError("rational_spatial_scale")
+    noise = _noise(scheduler)
+    return _Configurations(transformer, vae, encoder, sound, noise, str(scheduler["_class_name"]), upsampler)
+
+
+def _refinement(configs: _Configurations, parameters: Callable[[], int]) -> RefinementSpec | None:
+    """Return how a model with an upsampler makes videos in two stages; `None` for others.
+
+    Args:
+        parameters: returns the number of weights of the upsampler.
+    """
+    if configs.upsampler is None:
+        return None
+    return configs.upsampler.refinement(parameters(), distilled=bool(configs.noise.levels))
 
 
 def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, connectors: _Connectors) -> None:
@@ -538,6 +636,8 @@ def _check_transformer(config: Mapping[str, Any], transformer: TransformerSpec, 
     for name in ("patch_size", "patch_size_t", "audio_patch_size", "audio_patch_size_t"):
         if config.get(name, 1) != 1:
             raise ValueError(name)
+    if config.get("norm_elementwise_affine", False):
+        raise ValueError("norm_elementwise_affine")
     for name in ("cross_attn_mod", "gated_attn"):
         if config.get(name, False) != config.get(f"audio_{name}", False):
             raise ValueError(name)
@@ -611,6 +711,7 @@ def _sound(configs: Mapping[str, Mapping[str, Any]], transformer: TransformerSpe
         channels=vae.latent_channels,
         bins=bins,
         per_second=vae.sample_rate / vae.mel_hop_length / _SPECTRUM_STRIDE,
+        width=transformer.sound_width,
         parts={"audio_vae": vae.part(), "vocoder": part},
         guidance=_guidance(transformer),
     )
@@ -678,9 +779,9 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "noise": configs.noise,
         "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, crf=_IMAGE_CRF),
         "sound": configs.sound,
-        "lacks": _LACKS,
+        "lacks": _LACKS if configs.transformer.keeps_text else _LACKS | {"text_kept"},
         "unsupported": _UNSUPPORTED,
-        "unquantized": _UNQUANTIZED,
+        "unquantized": file_names.UNQUANTIZED,
     }
 
 

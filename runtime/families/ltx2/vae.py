@@ -113,6 +113,32 @@ class PyTorchImageEncoder(_VideoVae):
         return (moments - mean) / deviation
 
 
+class PyTorchLatentUpsampler:
+    """An `LTX2LatentUpsamplerModel`, see `execution.components.LatentUpsampler`; equal to `LTX2LatentUpsamplePipeline`.
+
+    Args:
+        module: the model; offloading may keep its weights on another device until it is called.
+        mean, deviation: of the VAE's latents before they are normalised, (channels).
+        device: where it computes.
+    """
+
+    def __init__(
+        self, module: Any, mean: torch.Tensor, deviation: torch.Tensor, device: str | torch.device = "cpu"
+    ) -> None:
+        self._module, self._device = module, torch.device(device)
+        self._mean, self._deviation = (
+            values.view(1, -1, 1, 1, 1).to(self._device, torch.float32) for values in (mean, deviation)
+        )
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return the enlarged latents."""
+        plain = latents.to(self._device, torch.float32) * self._deviation + self._mean
+        enlarged: torch.Tensor = self._module(plain.to(self._module.dtype)).float()
+        return (enlarged - self._mean) / self._deviation
+
+
 class PyTorchSpectrumDecoder:
     """The decoder of an `AutoencoderKLLTX2Audio`; see `execution.components.SoundDecoder`."""
 

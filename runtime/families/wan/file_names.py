@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from runtime.families.wan.lora_names import IMAGE_EMBEDDER, IN_BLOCKS, OUTSIDE
+from runtime.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
@@ -32,6 +33,7 @@ _HEAD_DIM = 128
 _MAX_LAYERS = 512
 # diffusers' default.
 _ROPE = 1024
+UNQUANTIZED = ModelSpec.unquantized
 
 
 def diffusers_names(names: Sequence[str]) -> dict[str, str]:

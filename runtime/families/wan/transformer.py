@@ -15,7 +15,7 @@ hooks, and with them offloading, caching, LoRAs and quantized layers, still work
 enough, because the order of operations changes in the whole block.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -35,8 +35,9 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
 from runtime.execution.step_caches import StepCaching
+from runtime.execution.text_states import TextState, TextStates
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
-from runtime.models.row_operations import add_gated, computed, layer_norm
+from runtime.models.row_operations import add_gated, by_token, computed, layer_norm
 
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
 # (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
@@ -44,8 +45,6 @@ from runtime.models.row_operations import add_gated, computed, layer_norm
 BlockText = torch.Tensor | tuple[torch.Tensor, ...]
 # `block_step`, a compiled version of it, or an `EngineStep`.
 BlockStep = Callable[..., torch.Tensor]
-# Number of texts to cache: the prompt and the negative prompt. A pair of both counts as one text.
-_CACHED_TEXTS = 2
 
 
 def block_step(
@@ -85,7 +84,7 @@ def block_qkv(
         rotation: of these tokens.
         first_count: see `block_step`.
     """
-    attn, (shift, scale) = block.attn1, _by_token(table[:, :2], x.shape[1], first_count)
+    attn, (shift, scale) = block.attn1, by_token(table[:, :2], x.shape[1], first_count)
     normed = computed(layer_norm, x, 1 + scale, shift, block.norm1.eps, block.compute_dtype)
     if hasattr(attn, "to_qkv"):
         q, k, v = attn.to_qkv(normed).chunk(3, dim=-1)
@@ -124,26 +123,11 @@ def keys_and_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.unflatten(2, (attn.heads, -1)) for tensor in projections)
 
 
-def _by_token(table: torch.Tensor, tokens: int, first_count: int) -> list[torch.Tensor]:
-    """Return the rows of `table`, (timesteps, rows, width), each (1, 1 or tokens, width).
-
-    Args:
-        first_count: the number of first tokens that have the first of two timesteps.
-    """
-    if len(table) > 1 and not 0 < first_count < tokens:
-        table = table[:1] if first_count else table[1:]
-    rows = list(table.chunk(table.shape[1], dim=1))
-    if len(table) == 1:
-        return rows
-    first = (torch.arange(tokens, device=table.device) < first_count)[None, :, None]
-    return [torch.where(first, row[:1], row[1:]) for row in rows]
-
-
 def _add_attended(
     block: Any, x: torch.Tensor, attended: torch.Tensor, table: torch.Tensor, first_count: int = 0
 ) -> torch.Tensor:
     """Return the hidden states after self-attention, whose result is `attended`, both (batch, tokens, width)."""
-    (gate,) = _by_token(table[:, 2:3], attended.shape[1], first_count)
+    (gate,) = by_token(table[:, 2:3], attended.shape[1], first_count)
     out: torch.Tensor = computed(add_gated, x, block.attn1.to_out[0](attended), gate)
     return out
 
@@ -163,7 +147,7 @@ def _attend_text(block: Any, query: torch.Tensor, text: BlockText) -> torch.Tens
 
 
 def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor, first_count: int = 0) -> torch.Tensor:
-    shift, scale, gate = _by_token(table[:, 3:], x.shape[1], first_count)
+    shift, scale, gate = by_token(table[:, 3:], x.shape[1], first_count)
     normed = computed(layer_norm, x, 1 + scale, shift, block.norm3.eps, block.compute_dtype)
     out: torch.Tensor = computed(add_gated, x, _feed_forward(block.ffn, normed), gate)
     return out
@@ -256,30 +240,6 @@ class EngineStep:
         return attended.flatten(2).contiguous()
 
 
-class TextState:
-    """A text in one transformer: its projection, and optionally each block's keys and values of it.
-
-    A block's are computed when it first asks: the GPU then still computes the block before it, and launching their
-    kernels takes no time.
-
-    Args:
-        blocks: whose keys and values are kept; `None` keeps none. Their weights must be on the device.
-    """
-
-    def __init__(self, projected: torch.Tensor, blocks: Sequence[Any] | None) -> None:
-        self._projected = projected
-        self._blocks = blocks
-        self._keys_values: dict[int, tuple[torch.Tensor, ...]] = {}
-
-    def for_block(self, index: int) -> BlockText:
-        """Return the text as block `index` takes it."""
-        if self._blocks is None:
-            return self._projected
-        if index not in self._keys_values:
-            self._keys_values[index] = keys_and_values(self._blocks[index].attn2, self._projected)
-        return self._keys_values[index]
-
-
 def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> TextState:
     """Return the state of text embeddings, (batch, text tokens, text width), in a transformer.
 
@@ -295,7 +255,9 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
         if embedder.image_embedder.pos_embed is not None:
             image = image.unflatten(1, (2, -1)).flatten(0, 1)  # as diffusers takes two images
         projected = torch.cat([embedder.image_embedder(image), projected], dim=1)
-    return TextState(projected, module.blocks if keys_values else None)
+    return TextState(
+        projected, lambda block, text: keys_and_values(block.attn2, text), module.blocks if keys_values else None
+    )
 
 
 def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, wide: bool = False) -> None:
@@ -378,7 +340,7 @@ def _forward(
     self.kernels.choose(self.blocks)
     for index, block in enumerate(self.blocks):
         x = block(x, text.for_block(index), modulation, rotation, first_count)
-    shift, scale = _by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], first_count)
+    shift, scale = by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], first_count)
     # In place: these tensors are the largest of a pass on block engines.
     x = self.proj_out(self.norm_out(x.float()).mul_(1 + scale).add_(shift).to(dtype))
     x = x.reshape(batch, *grid, pt, ph, pw, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
@@ -454,7 +416,7 @@ class PyTorchDenoiser(StepCaching):
         # Not the dtype of any parameter: norms are always in float32.
         self._module = module
         self.dtype: torch.dtype = module.patch_embedding.weight.dtype
-        self._texts: list[tuple[tuple[torch.Tensor, ...], TextState]] = []
+        self._texts = TextStates(self._project)
         self._graphed: CudaGraphRunner | None = None
         self._engines: BlockEngines | None = None
         self.compute(speed)
@@ -540,25 +502,14 @@ class PyTorchDenoiser(StepCaching):
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
     def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
-        text = self._text_state(texts)
+        text = self._texts.later(texts)
         if self._graphed is None:
             return self._predict(latents, timestep, text)
         return self._graphed(latents, timestep, text)
 
+    def _project(self, embeds: torch.Tensor) -> TextState:
+        return project_text(self._module, embeds.to(self.dtype), keys_values=self._cache_keys_values)
+
     def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState]) -> torch.Tensor:
         output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(-1), text)[0]
         return output
-
-    def _text_state(self, texts: tuple[torch.Tensor, ...]) -> Callable[[], TextState]:
-        """Return a function that returns the state of the texts; call it when the weights are on the device."""
-
-        def state() -> TextState:
-            for stored, cached in self._texts:
-                if len(stored) == len(texts) and all(a is b for a, b in zip(stored, texts, strict=True)):
-                    return cached
-            embeds = torch.cat(texts).to(self.dtype)
-            projected = project_text(self._module, embeds, keys_values=self._cache_keys_values)
-            self._texts = [*self._texts[1 - _CACHED_TEXTS :], (texts, projected)]
-            return projected
-
-        return state

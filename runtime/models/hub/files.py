@@ -32,10 +32,12 @@ _INDEX = "model_index.json"
 _SETTINGS = ("scheduler", "image_processor", "feature_extractor")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _WITH_WEIGHTS = (
-    "text_encoder", "text_encoder_2", "connectors", "image_encoder", "transformer", "transformer_2", "vae", "audio_vae",
-    "vocoder",
+    "text_encoder", "text_encoder_2", "connectors", "image_encoder", "transformer", "transformer_2",
+    "latent_upsampler", "vae", "audio_vae", "vocoder",
 )  # fmt: skip
-_OPTIONAL = frozenset({"text_encoder_2", "connectors", "image_encoder", "transformer_2", "audio_vae", "vocoder"})
+_OPTIONAL = frozenset(
+    {"text_encoder_2", "connectors", "image_encoder", "transformer_2", "latent_upsampler", "audio_vae", "vocoder"}
+)
 # A file name that is valid on every system: no path, no device, no hidden file.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")

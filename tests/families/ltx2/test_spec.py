@@ -17,12 +17,13 @@ from diffusers import (
     LTX2VideoTransformer3DModel,
 )
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.pipeline_ltx2 import calculate_shift
 from diffusers.quantizers.torchao.torchao_quantizer import TorchAoHfQuantizer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Gemma3Config
 
-from runtime.core.errors import ModelError
+from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.estimates import MemoryStrategy
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -40,11 +41,14 @@ from runtime.planner import memory_model
 from runtime.planner.clip import like_image
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.image_files import saved
+from tests.planner.test_execution_options import FLASH4, gpu_machine, plan
 from tests.planner.test_memory_model import workload
 from tests.plans import GPU_PACKAGES, gpu, machine
 from tests.tiny_models import LTX2_ARCHITECTURES
 
 Tiny = Callable[[str], ModelSpec]
+LARGE = {"width": 1216, "height": 704, "frames": 241}
+KERNELS = (("nvidia-cudnn-frontend", "1.0"), ("comfy-kitchen", "0.2"))
 PUBLISHED = {model.name: model for model in published_models("ltx2")}
 
 
@@ -147,6 +151,8 @@ def test_parameter_counts_are_those_of_the_architectures(name: str) -> None:
             "audio_vae": AutoencoderKLLTX2Audio(**configs["audio_vae"]),
             "vocoder": Vocoder.from_config(configs["vocoder"]),
         }
+        if "latent_upsampler" in configs:
+            modules["latent_upsampler"] = LTX2LatentUpsamplerModel(**configs["latent_upsampler"])
     counted = {part: sum(value.numel() for value in module.state_dict().values()) for part, module in modules.items()}
     assert counted == PUBLISHED[name].parameters
 
@@ -160,6 +166,9 @@ def test_published_models_are_planned_with_before_their_weights_are_here() -> No
         assert (spec.defaults.steps == 8, spec.defaults.guidance_scale == 1.0) == (distilled, distilled)
         assert (spec.noise.by_size is None) == distilled
         assert spec.noise.least_steps == (1 if distilled else 2)
+        # Its repository has no upsampler.
+        assert (spec.refinement is None) == (name == "ltx-2.3")
+        assert spec.refinement is None or spec.refinement.distilled == distilled
     assert look_up("Lightricks/LTX-2.3", Path("none")).name == "ltx-2.3"
 
 
@@ -221,9 +230,12 @@ def test_with_64_gb_of_ram_gemma_is_freed_before_the_transformer_is_loaded() -> 
 def test_a_plan_has_what_the_family_implements() -> None:
     plan = planned("ltx-2.3", 80)
     speed = plan.speed
-    assert (speed.attention, speed.compiled, speed.text_kept, speed.paired, speed.graphed, speed.fused) == (
-        ("native",) + (False,) * 5
-    )
+    # The text of LTX-2.3 is modulated by the timestep, that of LTX-2 is not.
+    assert (speed.text_kept, speed.paired, speed.graphed, speed.fused) == (False, False, False, True)
+    kept = planned("ltx-2", 200).speed
+    assert kept.text_kept
+    values = 2 * 48 * 1024 * (4096 + 2048)
+    assert kept.text_bytes == 2 * 2 * values
     assert {name: part.dtype for name, part in plan.components.items()} == {
         **dict.fromkeys(("text_encoder", "connectors", "transformer", "vae"), "bfloat16"),
         **dict.fromkeys(("audio_vae", "vocoder"), "float32"),
@@ -237,11 +249,52 @@ def test_a_plan_has_what_the_family_implements() -> None:
     assert passes["ltx-2.3"].step_flops == pytest.approx(4 * passes["ltx-2.3-distilled"].step_flops)
 
 
-def test_a_first_frame_needs_a_timestep_for_each_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"attention": "flash4", "fused": True}),
+        (LARGE, {"attention": "flash4", "compiled": False}),
+        ({"compile": "always", "attention": "cudnn"}, {"attention": "cudnn", "compiled": True}),
+        ({"attention": "fp8", "quantization": "fp8"}, {"attention": "fp8", "fused": False}),
+        (LARGE | {"attention": "sol"}, {"attention": "flash4", "sparse_tau": 1.0}),
+        ({"compile": "always", "quantization": "fp8"}, {"compiled": True, "fused": False}),
+        ({"step_cache": "first-block"}, {"fused": True}),
+    ],
+)
+def test_options_are_planned_as_for_other_families(fields: dict[str, object], expected: dict[str, object]) -> None:
+    spec, on = look_up("ltx-2.3", Path("none")).for_text(), gpu_machine(packages=(*FLASH4, *KERNELS))
+    made = plan(spec, on, **fields)
+    assert {name: getattr(made.speed, name) for name in expected} == expected
+    slower = plan(spec, on, **fields | {"attention": "native", "compile": "never", "quantization": "none"})
+    assert made.seconds["denoise"].likely < slower.seconds["denoise"].likely
+
+
+@pytest.mark.parametrize(("step_cache", "tensors"), [("first-block:0.1", 3), ("taylorseer:2", 4)])
+def test_step_caches_store_tensors_for_each_pass(step_cache: str, tensors: int) -> None:
+    spec = look_up("ltx-2.3", Path("none"))
+    assert memory_model.cached_tensors(spec, step_cache, 3.0, None) == (4, tensors)
+    assert memory_model.cached_tensors(spec, step_cache, 1.0, None) == (1, tensors)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"gpus": 2}, "family.option_unsupported"),
+        ({"guidance_cache": "0.1"}, "family.option_unsupported"),
+        ({"step_cache": "magcache"}, "planner.no_mag_ratios"),
+    ],
+)
+def test_options_that_are_not_there_yet_are_refused(fields: dict[str, Any], code: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        planned("ltx-2.3", 130, **fields)
+    assert caught.value.code == code
+
+
+def test_a_first_frame_takes_no_more_memory_although_it_has_a_timestep_of_its_own(tmp_path: Path) -> None:
     spec = look_up("ltx-2.3", Path("none"))
     image = find_image(str(saved(tmp_path / "image.png")), "image", None, keep=False)
     plain = memory_model.denoise_bytes(spec.for_text(), 6144, "bfloat16")
-    assert memory_model.denoise_bytes(replace(spec, image=image), 6144, "bfloat16") > 1.5 * plain
+    assert memory_model.denoise_bytes(replace(spec, image=image), 6144, "bfloat16") == plain
 
 
 @pytest.mark.parametrize(
@@ -250,6 +303,7 @@ def test_a_first_frame_needs_a_timestep_for_each_token(tmp_path: Path) -> None:
         ("transformer", "num_layers", 10_000),
         ("transformer", "num_layers", None),
         ("transformer", "patch_size", 2),
+        ("transformer", "norm_elementwise_affine", True),
         ("transformer", "cross_attention_dim", 48),
         ("transformer", "in_channels", 8),
         ("transformer", "audio_in_channels", 8),

@@ -1,0 +1,108 @@
+"""LTX-2's transformer on a GPU equals diffusers': with Triton's kernels, compiled, and with FP8 weights."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from runtime.core.plan import EAGER, Speed
+from runtime.engines.reference import full_float32
+from runtime.execution.attention import problem
+from runtime.execution.streams import Streams
+from runtime.models import row_operations
+from runtime.models.quantization import FP8, diffusers_config, install_fp8_linear, is_quantized
+from tests.families.ltx2.test_transformer import PASSES, TIMES, Inputs, by_diffusers, error_of, inputs, made
+from tests.families.ltx2.test_transformer import random_module as tiny_module
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of PyTorch"),
+]
+DEVICE = torch.device("cuda:0")
+# 2,240 tokens, so that attention in FP8 is used.
+STREAMS = Streams((1, 16, 5, 16, 28), (1, 4, 30, 4), 24.0)
+LATER = {"cross_attn_mod": True, "audio_cross_attn_mod": True, "gated_attn": True, "audio_gated_attn": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "interleaved": {"rope_type": "interleaved"},
+    "split": {"rope_type": "split"},
+    "later": {"rope_type": "split", "use_prompt_embeddings": False, **LATER},
+}
+SPEEDS = {
+    "plain": EAGER,
+    "fused": Speed(fused=True, text_kept=True),
+    "compiled": Speed(compiled=True, fused=True, text_kept=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that fails is an error."""
+
+    class Failed(list[str]):
+        def append(self, item: str) -> None:
+            raise AssertionError(item)
+
+    monkeypatch.setattr(row_operations, "_FAILED", Failed())
+
+
+def module_of(name: str) -> Any:
+    """Return a small random transformer on the GPU, with heads of 128 and 64 channels as the published models'."""
+    torch.manual_seed(1)
+    sizes = {
+        "attention_head_dim": 128,
+        "cross_attention_dim": 256,
+        "audio_attention_head_dim": 64,
+        "audio_cross_attention_dim": 128,
+        "perturbed_attn": True,
+    }
+    return tiny_module(**sizes, **CONFIGS[name]).to(DEVICE)
+
+
+def given_to(module: Any) -> Inputs:
+    return Inputs(*(tensor.to(DEVICE) for tensor in inputs(module, STREAMS)))
+
+
+def raise_if_degraded(field: str, reason: object) -> None:
+    raise AssertionError(field, reason)
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_passes_equal_diffusers(name: str, speed: str) -> None:
+    module = module_of(name)
+    reference, low = copy.deepcopy(module), copy.deepcopy(module).to(torch.bfloat16)
+    given = given_to(module)
+    with full_float32(DEVICE):
+        for case, times in TIMES.items():
+            for which in PASSES:
+                wanted = by_diffusers(reference, given, times.to(DEVICE), which, STREAMS)
+                for one, most in ((module, 2e-5), (low, 0.02)):
+                    denoiser = made(one, EAGER, STREAMS)
+                    denoiser.compute(SPEEDS[speed], raise_if_degraded)
+                    got = denoiser(given.latents, times.to(DEVICE), given.text, which)
+                    assert error_of(got, wanted, STREAMS) < most, (case, which, one.dtype)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("attention", ["native", "fp8"])
+def test_passes_in_fp8_are_near_diffusers(attention: str, *, compiled: bool) -> None:
+    quantize = pytest.importorskip("torchao.quantization").quantize_
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that computes in FP8")
+    why = problem(attention, "cuda:0", torch.bfloat16, 128)
+    if why is not None:
+        pytest.skip(str(why))
+    module = module_of("split")
+    given, times = given_to(module), TIMES["text"].to(DEVICE)
+    with full_float32(DEVICE):
+        wanted = by_diffusers(module, given, times, streams=STREAMS)
+    low = module.to(torch.bfloat16)
+    quantize(low.transformer_blocks, diffusers_config(FP8, torch.bfloat16).get_apply_tensor_subclass())
+    install_fp8_linear(low)
+    assert is_quantized(low.transformer_blocks[0].attn1.to_q.weight)
+    denoiser = made(low, EAGER, STREAMS)
+    denoiser.compute(Speed(attention=attention, compiled=compiled, text_kept=True), raise_if_degraded)
+    for _ in range(2):
+        got = denoiser(given.latents, times, given.text)
+        assert 1e-3 < error_of(got, wanted, STREAMS) < 0.1
