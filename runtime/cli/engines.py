@@ -22,10 +22,9 @@ from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
 from runtime.core.units import UNITS, byte_size
 from runtime.engines.service import EngineService
-from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import probe
 from runtime.models.catalogue import check_makes_videos, decoders, find, folders
-from runtime.models.registry import read_spec
+from runtime.models.registry import finishing_models, read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import FRAME_BATCH, ModelSpec
 from runtime.pipeline.build_engines import (
@@ -355,7 +354,7 @@ def _models() -> list[ModelSpec]:
         except TandemError:  # reported by `models list`
             continue
     weights_dir = settings.load().weights_dir
-    return [*specs, *decoders(weights_dir), *upscaler_models(weights_dir)]
+    return [*specs, *decoders(weights_dir), *finishing_models(weights_dir)]
 
 
 def _folder(text: str) -> Path:

@@ -16,10 +16,11 @@ from runtime.core.request import AUTO
 from runtime.core.units import duration
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import find, folders
+from runtime.models.registry import find_interpolator
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate_plan import InterpolationPlan
 from runtime.planner.history import History
-from runtime.planner.interpolation import FACTORS, interpolator_of
+from runtime.planner.interpolation import FACTORS, interpolator_of, network_calls
 from runtime.video.mp4 import check_output, find_metadata
 from runtime.video.reader import read_info
 
@@ -44,11 +45,11 @@ def interpolate(file: str, out: str | None, *, factor: int, slow: bool, crf: int
     if output == source:
         raise InvalidRequestError("out", "source.same_file", file=source.name)
     machine = probe()
-    by = _interpolator(source, loaded.weights_dir)
-    device = "cuda:0" if by == "network" and machine.gpus and machine.torch_cuda else "cpu"
-    plan = InterpolationPlan(
-        source=info, factor=factor, output=output, slow=slow, requested_crf=crf, by=by, device=device
-    )
+    calls = None
+    if _interpolator(source, loaded.weights_dir) == "network":
+        device = "cuda:0" if machine.gpus and machine.torch_cuda else "cpu"
+        calls = network_calls(find_interpolator(), info.width, info.height, device, machine)
+    plan = InterpolationPlan(source=info, factor=factor, output=output, slow=slow, requested_crf=crf, calls=calls)
     check_output(output, plan.width, plan.height, (info.frames or 1) * factor, plan.crf)
     history = HistoryFile(loaded.cache_dir, machine)
     _print_plan(plan, history.read(), history.machine)

@@ -285,7 +285,9 @@ def doctor() -> Outcome:
 
 
 @_command(app, "build")
-@takes_options("model", "width", "height", "frames", "backend", "quantization", "lora", "upscale", "upscaler")
+@takes_options(
+    "model", "width", "height", "frames", "backend", "quantization", "lora", "interpolate", "upscale", "upscaler"
+)
 def build(
     request: GenerationRequest,
     again: Annotated[bool, typer.Option("--again", help="Rebuild existing engines too.")] = False,

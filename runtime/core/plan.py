@@ -22,7 +22,7 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, LOSSLESS, OFF, STRENGTH, UPSCALER, GenerationRequest
+from runtime.core.request import AUTO, FINISHERS, INTERPOLATOR, LOSSLESS, OFF, STRENGTH, UPSCALER, GenerationRequest
 from runtime.core.step_cache import each_step, is_scheduled, uses
 from runtime.core.tiles import call_size
 
@@ -569,11 +569,13 @@ class ExecutionPlan(ResolvedRequest):
 
     @property
     def model_components(self) -> list[str]:
-        """Names of the model's components: all but the upscaler, which is loaded for each job."""
-        return [name for name in self.components if name != UPSCALER]
+        """Names of the model's components: all but interpolator and upscaler, which are loaded for each job."""
+        return [name for name in self.components if name not in FINISHERS]
 
     def engine_size(self, component: str) -> LatentSize:
-        """Return the size that engines of a component are for: the clip's in latents, or the upscaler's calls."""
+        """Return the size that engines of a component are for: the clip's in latents, or calls with single frames."""
+        if component == INTERPOLATOR:
+            return 1, self.height, self.width
         if component != UPSCALER or self.upscaling is None:
             return self.latent_size
         return self.upscaling.batch, *call_size(self.height, self.width, self.upscaling.tile)

@@ -38,11 +38,12 @@ from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, STRENGTHS, TAYL
 
 __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests are exported with them
 
-# The component that enlarges finished frames, which belongs to no model.
-UPSCALER = "upscaler"
+# The components that compute frames between decoded ones, and enlarge finished frames; they belong to no model.
+INTERPOLATOR, UPSCALER = "interpolator", "upscaler"
+FINISHERS = frozenset({INTERPOLATOR, UPSCALER})
 COMPONENTS = (
     "text_encoder", "text_encoder_2", "connectors", "image_encoder", "vae_encoder", "transformer", "transformer_2",
-    "latent_upsampler", "vae", "audio_vae", "vocoder", UPSCALER,
+    "latent_upsampler", "vae", "audio_vae", "vocoder", INTERPOLATOR, UPSCALER,
 )  # fmt: skip
 # The choices of each field: the value in JSON and flags, and its title in the web form. The default comes first.
 BACKENDS: Final = {AUTO: "Automatic", **facts.BACKEND_TITLES}

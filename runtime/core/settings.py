@@ -15,7 +15,7 @@ from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
 from runtime.core.foreign_variables import value_of
 from runtime.core.frozen import FrozenModel
-from runtime.core.request import MAX_FRAMES, MAX_STEPS, UPSCALER
+from runtime.core.request import FINISHERS, MAX_FRAMES, MAX_STEPS
 from runtime.core.request_fields import read_size
 from runtime.core.untrusted_files import read_json
 
@@ -69,7 +69,7 @@ PRECISIONS: Mapping[Precision, str] = {"fp16": "float16", "bf16": "bfloat16", "f
 TENSORRT_PARTS: Mapping[TensorRTPart, tuple[str, ...]] = {
     "text-encoders": ("text_encoder", "text_encoder_2", "connectors", "image_encoder"),
     "transformer": ("transformer", "transformer_2"),
-    "vae": ("vae_encoder", "latent_upsampler", "vae", "audio_vae", "vocoder", UPSCALER),
+    "vae": ("vae_encoder", "latent_upsampler", "vae", "audio_vae", "vocoder", *FINISHERS),
 }
 CACHE_VARIABLE = "TANDEM_CACHE_DIR"
 _NUMBERS = (

@@ -58,6 +58,8 @@ class BuildRequest:
         device: a torch device: "cpu" or "cuda:0".
         again: build it even if it exists.
         timer: measures what PyTorch would run instead; see `pipeline.pytorch_timer`.
+        pytorch_dtype: in which PyTorch runs the program of a network for finished frames; by default, the engine's
+            precision.
         cache_dir: a folder for what verifications of the same model share; see `reference.encoded_prompt`.
     """
 
@@ -67,6 +69,7 @@ class BuildRequest:
     device: str
     again: bool = False
     timer: Timer | None = None
+    pytorch_dtype: str = ""
     cache_dir: Path | None = None
 
     @property
@@ -282,7 +285,7 @@ def _program_seconds(request: BuildRequest, key: EngineKey) -> float:
     slow = request.device == "cpu" and key.precision == "float16"
     # The form in FP8 emulates it; what PyTorch would run is measured as a baseline.
     precision = "bfloat16" if key.precision == FP8 else key.precision
-    program = _program(request, key, "float32" if slow else precision)
+    program = _program(request, key, request.pytorch_dtype or ("float32" if slow else precision))
     inputs = program.inputs(key.profiles[0].opt)
     return seconds_of(lambda: program.run(**inputs), program.device)
 

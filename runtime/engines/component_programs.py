@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
-from runtime.core.request import UPSCALER
+from runtime.core.request import INTERPOLATOR, UPSCALER
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
 from runtime.models.spec import FRAME_PROGRAMS, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
@@ -61,6 +61,8 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     CACHE: {3: "height", 4: "width"},
     "text_embeds": {1: "text"},
 }
+# Pixels of the patterns that an interpolator is verified with, and how far they move, in y and x.
+_PATTERN, _MOTION = 16, (2, 3)
 # torch takes a size of one as fixed.
 SMALLEST_DYNAMIC = 2
 
@@ -123,6 +125,8 @@ class Program:
 
         spec, scale = self.spec, self.spec.vae.scale_factor_spatial
         length, channels = spec.max_sequence_length, spec.vae.z_dim
+        if self.name == INTERPOLATOR:
+            return {"latent_frames": _moving(noise, latent)}
         if self.name in FRAME_PROGRAMS:
             latents = noise(latent[0], channels, *latent[1:])
             # An upscaler takes colors.
@@ -272,6 +276,18 @@ def cut_text(inputs: dict[str, torch.Tensor], least: int = 1) -> dict[str, torch
     cut = min(-(-words // _TEXT_STEP) * _TEXT_STEP, length)
     padding = torch.full((1,), float(length - cut), device=embeds.device)
     return inputs | {"text_embeds": embeds[:, :cut].contiguous(), TEXT_PADDING: padding}
+
+
+def _moving(noise: Callable[..., torch.Tensor], latent: LatentSize) -> torch.Tensor:
+    """Return pairs of frames, (n, 6, h, w) in 0 to 1, of smooth patterns that move by a few pixels.
+
+    In noise there is no motion to find: the places that are read would depend on rounding.
+    """
+    count, height, width = latent
+    coarse = noise(count, 3, -(-height // _PATTERN) + 1, -(-width // _PATTERN) + 1)
+    size = (height + _MOTION[0], width + _MOTION[1])
+    pattern = F.interpolate(coarse, size=size, mode="bicubic", align_corners=False).sigmoid()
+    return torch.cat([pattern[..., :height, :width], pattern[..., -height:, -width:]], 1)
 
 
 def _cache_names(count: int) -> list[str]:

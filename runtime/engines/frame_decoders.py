@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from runtime.core.cancel import Cancel
 from runtime.core.errors import MachineError
 from runtime.core.plan import EngineRef
-from runtime.engines.build import BuildRequest, build_engine
+from runtime.engines.build import build_engine
 from runtime.engines.builders import Builder, builders_for, builders_of
 from runtime.engines.child import Report
 from runtime.engines.offers import frame_precision, frame_profiles
@@ -118,7 +118,7 @@ def usable_engines(
     for builder in _component_builders(engines, device):
         engine = frame_engine(engines, spec, builder, latent, device, batch=batch)
         record = engine.record
-        if record is not None and record.usable and record.seconds_per_call < record.pytorch_seconds_per_call:
+        if record is not None and record.usable and record.seconds_per_call < record.pytorch_seconds:
             ranking.append((record.seconds_per_call, engine))
     return [engine for _, engine in sorted(ranking, key=lambda pair: pair[0])]
 
@@ -147,12 +147,5 @@ def build_frame_engine(
     Raises:
         EngineError, CancelledError: see `build.build_engine`.
     """
-    request = BuildRequest(
-        spec=spec,
-        component=frame_component(spec),
-        key=engine.key,
-        device=engine.device,
-        again=again,
-        cache_dir=engines.cache_dir,
-    )
-    return replace(engine, record=build_engine(request, engines.store, report, cancel))
+    request = engines.request(spec, frame_component(spec), engine.key, engine.device, None)
+    return replace(engine, record=build_engine(replace(request, again=again), engines.store, report, cancel))

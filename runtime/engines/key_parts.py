@@ -23,14 +23,13 @@ from runtime.machine.probe import Machine, gpu_index
 from runtime.models.folder import read_config
 from runtime.models.registry import FAMILIES, family_of
 from runtime.models.spec import VAE_ENCODER, ModelSpec, folder_of, is_text_encoder, is_transformer
+from runtime.models.vae_groups import CLIP_PROGRAM
 from runtime.planner.choice.engine_index import EngineKey, is_of_gpu
 
 # `EngineKey.export_revision` of imported engines: this program did not export them.
 NOT_EXPORTED = 1
 # Replaces the digests of a model that is not downloaded; no engine has it.
 _NOT_DOWNLOADED = "not here"
-# The program that decodes a whole clip in one call.
-CLIP_PROGRAM = "vae_clip"
 # The entry of `EngineKey.options` for the most tokens in one call of a block engine, and its default.
 TOKENS_OPTION = "tokens"
 BLOCK_TOKENS = 8192

@@ -16,9 +16,11 @@ The batch size is 1:
     vae_group_n        the same, of a group of n latent frames, 1 to 5       -> the same, some values beyond -1 and 1
     frame_decoder      latent_frames (n, C, h, w)                            -> decoded_frames (n, channels, H, W)
     upscaler           latent_frames (n, 3, h, w)                            -> decoded_frames (n, 3, H, W)
+    interpolator       latent_frames (n, 6, h, w)                            -> decoded_frames (n, 3, h, w)
 
 The batch size of `frame_decoder` is n, which a profile counts as frames; its frames may be beyond -1 and 1. That of
-`upscaler` is the same; the colors of its small and large frames are in 0 to 1.
+`upscaler` and `interpolator` is the same; the colors of their frames are in 0 to 1. The interpolator takes two frames
+and returns the one between them.
 
 The transformer's timestep has one value, or two for a model that starts from a first frame: one engine serves its
 videos from text, with equal values, and from images. Latents of given frames are channels after the model's own, which

@@ -11,6 +11,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import EngineRef, is_block_program
+from runtime.core.request import FINISHERS
 from runtime.core.settings import Settings
 from runtime.engines.build import BuildRequest, TimerFactory, build_engine, verify_engine
 from runtime.engines.builders import BUILDERS
@@ -29,6 +30,7 @@ from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import IMPORTED, SWAPPED, UNREADABLE_KEY, EngineKey, EngineRecord
 from runtime.planner.choice.key_differences import device_difference, differences
+from runtime.planner.frame_networks import frame_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -163,6 +165,7 @@ class EngineService:
             key=key,
             device=device,
             timer=timers and timers(spec, component, key, device),
+            pytorch_dtype=frame_dtype(self.machine, device) if component in FINISHERS else "",
             cache_dir=self.cache_dir,
         )
 

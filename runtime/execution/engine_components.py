@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from diffusers.utils.torch_utils import randn_tensor
 
 from runtime.core.facts import Fact
-from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.engines.service import OpenEngines
 from runtime.execution.components import PROMPTED, Denoiser, ImageSampler, ResumableDecoder, VideoEncoder
 from runtime.execution.engine_failures import failure_of_engine
 from runtime.execution.image_encoder import ImageModel
 from runtime.execution.text_encoder import TextModel
 from runtime.execution.vae_groups import GroupDecoder, blended_groups
-from runtime.models.vae_groups import IMAGE_PROGRAM, group_program
+from runtime.models.vae_groups import CLIP_PROGRAM, IMAGE_PROGRAM, group_program
 
 Part = TypeVar("Part")
 Result = TypeVar("Result", bound=torch.Tensor | Mapping[str, torch.Tensor] | None)

@@ -60,11 +60,12 @@ FAMILIES: dict[str, Entry] = {
     "ltx2": Entry(("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"), "runtime.families.ltx2"),
     "dcae": Entry(("AutoencoderDC", "dcae"), "runtime.families.dcae"),
     "esrgan": Entry((), "runtime.families.esrgan"),
+    "interpolator": Entry((), "runtime.families.interpolator"),
 }
 
 
-# The family of upscalers, which are found by name, not by folder.
-_UPSCALERS = "esrgan"
+# The families of upscalers, which are found by name, not by folder, and of the network that interpolates.
+_UPSCALERS, _INTERPOLATOR = "esrgan", "interpolator"
 
 
 class LoraLayer(NamedTuple):
@@ -390,6 +391,17 @@ def find_upscaler(name: str | None, scale: int, weights_dir: Path) -> ModelSpec:
     """Return an installed upscaler by name; see `families.esrgan.upscalers.find_upscaler`."""
     finder = import_module(f"{FAMILIES[_UPSCALERS].package}.upscalers")
     return cast("ModelSpec", finder.find_upscaler(name, scale, weights_dir, by_path=False))
+
+
+def find_interpolator() -> ModelSpec:
+    """Return the network that interpolates; see `families.interpolator.spec.interpolator_model`."""
+    return cast("ModelSpec", import_module(f"{FAMILIES[_INTERPOLATOR].package}.spec").interpolator_model())
+
+
+def finishing_models(weights_dir: Path) -> list[ModelSpec]:
+    """Return the networks for finished frames, as engines have them: upscalers for each factor, the interpolator."""
+    package = import_module(f"{FAMILIES[_UPSCALERS].package}.upscalers")
+    return [*package.upscaler_models(weights_dir), find_interpolator()]
 
 
 def takes_loras(family: str) -> bool:

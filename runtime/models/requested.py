@@ -1,4 +1,4 @@
-"""The model of a request: its spec with the LoRAs, the upscaler, and the images or video that the request adds."""
+"""The model of a request: its spec with LoRAs, the networks for finished frames, and the images or video."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from runtime.models.catalogue import check_makes_videos, find, look_up
 from runtime.models.extended import with_extended
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
-from runtime.models.registry import find_upscaler
+from runtime.models.registry import find_interpolator, find_upscaler
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import with_video
 
@@ -29,7 +29,7 @@ def model_for(
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> ModelSpec:
-    """Return a request's model with its stages, its LoRAs, its upscaler, and its images or video.
+    """Return a request's model with its stages, LoRAs, interpolator and upscaler, and its images or video.
 
     Args:
         needs_weights: whether the model's weights must be downloaded.
@@ -45,7 +45,7 @@ def model_for(
     spec = (find if needs_weights else look_up)(request.model, weights_dir)
     check_makes_videos(spec, request.model)
     spec = with_loras(spec.in_stages(int(request.stages)), request.loras, weights_dir)
-    spec = with_upscaler(spec, request, weights_dir)
+    spec = with_finishers(spec, request, weights_dir)
     return with_inputs(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
 
 
@@ -73,13 +73,17 @@ def with_inputs(
     return with_extended(spec, request, weights_dir, cache_dir, keep=keep, check=check)
 
 
-def with_upscaler(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> ModelSpec:
-    """Return a model with the upscaler of a request, if the request or else the model's defaults have one.
+def with_finishers(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> ModelSpec:
+    """Return a model with the network that interpolates and the upscaler, as far as the request's video needs them.
+
+    The model's defaults decide about the upscaler if the request does not.
 
     Raises:
         ModelError: if its file cannot be used.
         InvalidRequestError: if the request has one that is not installed, or does not enlarge as much.
     """
+    if spec.interpolates and request.interpolate != OFF:
+        spec = replace(spec, interpolator=find_interpolator())
     scale = spec.defaults.upscale if request.upscale == AUTO else request.upscale
     if scale == OFF:
         return spec

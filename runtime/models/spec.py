@@ -16,6 +16,7 @@ from pydantic import Field
 from runtime.core.images import ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
 from runtime.core.request import (
+    FINISHERS,
     MAX_FPS,
     MAX_FRAMES,
     MAX_GUIDANCE,
@@ -44,7 +45,7 @@ SOUND_DECODERS = ("audio_vae", "vocoder")
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
 # Programs of single frames, whose batch size is the number of frames.
-FRAME_PROGRAMS = frozenset({FRAME_DECODER, UPSCALER})
+FRAME_PROGRAMS = frozenset({FRAME_DECODER, *FINISHERS})
 # Frames of a full batch on a GPU.
 FRAME_BATCH = 8
 _Weight = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -62,7 +63,7 @@ def is_text_encoder(component: str) -> bool:
 
 def folder_of(component: str) -> str:
     """Return the folder of a component in a model's folder: both parts of the VAE have one, a frame decoder none."""
-    return {VAE_ENCODER: "vae", FRAME_DECODER: ".", UPSCALER: "."}.get(component, component)
+    return "." if component in FRAME_PROGRAMS else {VAE_ENCODER: "vae"}.get(component, component)
 
 
 def component_of(program: str) -> str:
@@ -465,7 +466,8 @@ class ModelSpec:
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
-        upscaler: what enlarges the frames of one request, see `models.requested.with_upscaler`.
+        interpolator: the network that computes frames between those of one request, see `interpolates`.
+        upscaler: what enlarges the frames of one request, see `models.requested.with_finishers`.
         noise: where the scheduler puts the steps.
         least_latents: the fewest latents of a side that its VAE takes.
         mag_ratios: for MagCache, by transformer: the size of its blocks' residual in each of its steps, divided by that
@@ -513,6 +515,7 @@ class ModelSpec:
     video_input: VaeEncoderSpec | None = None
     video: VideoUse | None = None
     extend: VideoUse | None = None
+    interpolator: "ModelSpec | None" = None
     upscaler: "ModelSpec | None" = None
     noise: NoiseLevels = UNKNOWN_LEVELS
     least_latents: int = 1
@@ -610,15 +613,16 @@ class ModelSpec:
         return self if images is None else replace(self, image_input=replace(images, required=True))
 
     def owner_of(self, component: str) -> "ModelSpec":
-        """Return the model that a component of a plan belongs to: the upscaler is a model of its own."""
-        if component != UPSCALER or self.only_decodes:
+        """Return the model that a component of a plan belongs to: interpolator and upscaler are models of their own."""
+        if component not in FINISHERS or self.only_decodes:
             return self
-        assert self.upscaler is not None
-        return self.upscaler
+        owner = self.upscaler if component == UPSCALER else self.interpolator
+        assert owner is not None
+        return owner
 
     @property
     def only_decodes(self) -> bool:
-        """Whether it is a decoder or an upscaler of single frames, which makes no videos."""
+        """Whether it only computes single frames, as decoders, upscalers and the interpolator do, and no videos."""
         return not FRAME_PROGRAMS.isdisjoint(self.programs)
 
     @property

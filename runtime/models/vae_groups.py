@@ -13,6 +13,8 @@ GROUP, STRIDE = 5, 3
 GROUP_PROGRAMS: Mapping[str, int] = {f"vae_group_{size}": size for size in range(GROUP, 0, -1)}
 # The program that encodes one image.
 IMAGE_PROGRAM = "vae_encoder_image"
+# The program that decodes a whole clip in one call.
+CLIP_PROGRAM = "vae_clip"
 
 
 def groups_of(latent_frames: int) -> list[range]:

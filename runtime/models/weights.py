@@ -95,6 +95,13 @@ def _ready(module: Any, spec: ModelSpec, name: str, dtype: torch.dtype, *, exact
     return cast("torch.nn.Module", module.eval().requires_grad_(requires_grad=False))
 
 
+def channels_last_on_cpu(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a module of convolutions with the order of weights in which PyTorch is fastest on a CPU."""
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    made: torch.nn.Module = cast("Any", module).to(memory_format=torch.channels_last) if on_cpu else module
+    return made
+
+
 class NeedsLibraryError(Exception):
     """A component cannot be loaded beside other threads."""
 

@@ -11,12 +11,13 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, Warned
 from runtime.core.facts import Fact
+from runtime.core.request import AUTO
 from runtime.families.interpolator.frames import NetworkInterpolator
 from runtime.machine.load import LoadMeter
 from runtime.pipeline.conversion import Converted, convert, described, read_source
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.interpolate_plan import InterpolationPlan
-from runtime.planner.interpolation import BACKENDS, Interpolation
+from runtime.planner.interpolation import FFMPEG
 from runtime.video.interpolation import FrameInterpolator, check_interpolator
 from runtime.video.mp4 import SourceSound
 from runtime.video.reader import input_options
@@ -40,20 +41,6 @@ class Interpolated(Converted):
     slow: bool
 
 
-def opened(work: Interpolation, check: Callable[[], None]) -> AnyInterpolator:
-    """Return what computes new frames, to use as a context manager.
-
-    Args:
-        check: called while frames are computed; may raise.
-
-    Raises:
-        MachineError: see `FrameInterpolator`.
-    """
-    if work.by == "network":
-        return NetworkInterpolator(work.width, work.height, work.factor, work.device, check)
-    return FrameInterpolator(work.width, work.height, work.factor, check)
-
-
 def interpolate_file(
     plan: InterpolationPlan, history: HistoryFile, emit: Callable[[Event], None], cancel: Cancel
 ) -> Interpolated:
@@ -61,6 +48,7 @@ def interpolate_file(
 
     Raises:
         InvalidRequestError: if the source has no frames.
+        ModelError: if the network cannot be loaded.
         OutputError, MachineError: if ffmpeg fails or cannot interpolate, or the MP4 cannot be written.
         CancelledError: within one frame of the request; nothing is left.
     """
@@ -74,16 +62,35 @@ def interpolate_file(
 
     def finish(fields: dict[str, Any]) -> tuple[Interpolated, str, dict[str, Any], SourceSound]:
         name = source.path.name
-        done = Interpolated(**fields, source=name, factor=plan.factor, slow=plan.slow, backend=BACKENDS[plan.by])
+        outcome = interpolator.outcome if isinstance(interpolator, NetworkInterpolator) else {"backend": FFMPEG}
+        done = Interpolated(**fields, source=name, factor=plan.factor, slow=plan.slow, **outcome)
         kept = SourceSound(input_options(source.path), sound, chapters=not plan.slow)
         return done, *described(done, source.path, "interpolate", sound=bool(sound)), kept
 
     of = (source.frames or 0) * plan.factor
-    with opened(plan.work, cancel.check) as interpolator:
+    with _interpolator(plan, emit, cancel) as interpolator:
         done = convert(plan, "interpolate", _frames(plan, interpolator, emit), of, began, emit, cancel, finish)
-    run = plan.work.run(done.frames // plan.factor, done.seconds, history.machine, loaded=meter.loaded)
-    history.add([run])
+    if not done.fallbacks:
+        run = plan.run(done.frames // plan.factor, done.seconds, history.machine, loaded=meter.loaded)
+        history.add([run])
     return done
+
+
+def _interpolator(plan: InterpolationPlan, emit: Callable[[Event], None], cancel: Cancel) -> AnyInterpolator:
+    """Return what computes new frames, to use as a context manager; the network runs on the fastest engine."""
+    source, calls = plan.source, plan.calls
+    if calls is None:
+        return FrameInterpolator(source.width, source.height, plan.factor, cancel.check)
+    return NetworkInterpolator(
+        source.width,
+        source.height,
+        plan.factor,
+        device=calls.device,
+        dtype=calls.dtype,
+        backend=AUTO,
+        emit=emit,
+        cancel=cancel,
+    )
 
 
 def _frames(

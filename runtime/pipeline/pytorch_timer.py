@@ -285,11 +285,13 @@ class PyTorchTimerFactory:
     def __call__(self, spec: ModelSpec, component: str, key: EngineKey, device: str) -> PyTorchTimer | None:
         """Return the timer for an engine's size; `None` if PyTorch cannot make such a clip here.
 
-        A frame decoder runs in PyTorch as its program does, which is measured anyway.
+        Networks of single frames run in PyTorch as their programs do, which are measured anyway.
         """
         if spec.only_decodes:
             return None
-        spec = replace(spec, loras=(), image=None, last_image=None, video=None, upscaler=None).for_images()
+        spec = replace(
+            spec, loras=(), image=None, last_image=None, video=None, interpolator=None, upscaler=None
+        ).for_images()
         machine = self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}
         if key.precision == FP8:

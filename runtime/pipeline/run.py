@@ -15,6 +15,7 @@ from runtime.core.cancel import Cancel, CancelledError, PausedError
 from runtime.core.errors import BadResultError
 from runtime.core.events import Cancelled, Failed, Paused, Planned, VideoSaved
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import FINISHERS
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
@@ -25,8 +26,7 @@ from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_given, encode_prompt
-from runtime.planner.interpolation import Interpolation
-from runtime.planner.upscaling import run_of
+from runtime.planner import interpolation, upscaling
 from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output, sweep
 
@@ -147,17 +147,16 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
         timings[stage] -= seconds
     for name, (seconds, peak) in context.metrics.encoders.items():
         timings[name], peaks[name] = seconds, peak
-    if context.plan.upscaling is not None:
-        # It has the upscaler's memory too.
+    if not FINISHERS.isdisjoint(context.plan.components):
+        # It has their memory too.
         peaks.pop("decode", None)
     history.add_job(planned, context.plan, context.spec, timings, peaks, loaded=context.metrics.loaded)
     loaded = context.metrics.loaded
     if context.plan.interpolation > 1:
         seconds = timings["interpolate"]
-        interpolation = Interpolation.of(context.plan)
-        history.add([interpolation.run(context.plan.plain_frames, seconds, history.machine, loaded=loaded)])
+        history.add([interpolation.run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
     if context.plan.upscaling is not None:
         seconds = timings["upscale"]
-        history.add([run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
+        history.add([upscaling.run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
     if context.compiled:
         history.add_compilation(context.plan, context.spec, context.compiled_seconds, context.compiled_graphs)

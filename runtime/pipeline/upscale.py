@@ -23,7 +23,7 @@ from runtime.machine.load import LoadMeter
 from runtime.pipeline.conversion import Converted, convert, described, read_source
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.upscale_plan import UpscalePlan, UpscaleRequest
-from runtime.planner.upscaling import UpscalerCalls
+from runtime.planner.frame_networks import FrameCalls
 from runtime.video.mp4 import SourceSound
 from runtime.video.reader import COLORS, input_options
 
@@ -115,7 +115,7 @@ class FrameUpscaler:
 
     def __init__(
         self,
-        calls: UpscalerCalls,
+        calls: FrameCalls,
         backend: str,
         settings: Settings,
         engines: EngineService | None,

@@ -10,9 +10,10 @@ from runtime.core.request import AUTO
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
 from runtime.planner.forecast import process_seconds
+from runtime.planner.frame_networks import FrameCalls
 from runtime.planner.history import History, Kind
 from runtime.planner.memory_model import DTYPE_BYTES
-from runtime.planner.upscaling import UpscalerCalls, check_size
+from runtime.planner.upscaling import check_size
 from runtime.video.reader import VideoInfo
 
 
@@ -44,7 +45,7 @@ class UpscalePlan:
     """
 
     request: UpscaleRequest
-    calls: UpscalerCalls
+    calls: FrameCalls
 
     @classmethod
     def of(cls, request: UpscaleRequest, machine: Machine, gpu: int = 0) -> "UpscalePlan":
@@ -59,7 +60,7 @@ class UpscalePlan:
         source, spec = request.source, request.spec
         check_size(source.width, source.height, spec.vae.scale_factor_spatial, "scale")
         device = f"cuda:{gpu}" if machine.gpus and machine.torch_cuda else "cpu"
-        return cls(request, UpscalerCalls.of(spec, source.height, source.width, device, machine))
+        return cls(request, FrameCalls.of(spec, source.height, source.width, device, machine))
 
     @property
     def output(self) -> Path:

@@ -21,21 +21,23 @@ from runtime.core.errors import OutputError, TandemError
 from runtime.core.events import Event, FellBack, FramesFinished, StageStarted, VideoSaved, Warned
 from runtime.core.images import InputFile
 from runtime.core.plan import PYTORCH, ExecutionPlan, plain_output
-from runtime.core.request import UPSCALER
+from runtime.core.request import INTERPOLATOR, UPSCALER
 from runtime.core.sound import Sound
+from runtime.engines.service import EngineService
 from runtime.execution.decoded_frames import fetched
+from runtime.families.interpolator.frames import NetworkInterpolator
 from runtime.models.videos import open_picture
 from runtime.pipeline.bad_sound import inspected
 from runtime.pipeline.blank_video import Detector, blank_video_error
 from runtime.pipeline.continuation import Continuation
-from runtime.pipeline.interpolate import AnyInterpolator, opened
+from runtime.pipeline.interpolate import AnyInterpolator
 from runtime.pipeline.loop import Loop
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.upscale import FrameUpscaler
-from runtime.planner.interpolation import Interpolation
 from runtime.planner.upscaling import calls_of
 from runtime.upstream.libraries import diffusers
 from runtime.video.images import thumbnail
+from runtime.video.interpolation import FrameInterpolator
 from runtime.video.mp4 import NewSound, VideoWriter
 from runtime.video.sound_samples import looped
 
@@ -64,11 +66,11 @@ class VideoOutput:
         self._rest: list[np.ndarray] = []
 
     def __enter__(self) -> "VideoOutput":
-        """Start ffmpeg, also to interpolate if the plan does that, and load the upscaler if it has one.
+        """Start ffmpeg, also to interpolate if the plan says so, and load the networks that it has for finished frames.
 
         Raises:
             OutputError, MachineError: see `VideoWriter`.
-            ModelError: if the upscaler cannot be loaded.
+            ModelError: if a network cannot be loaded.
         """
         plan = self._context.plan
         sides = (plan.width, plan.height)
@@ -84,7 +86,7 @@ class VideoOutput:
                 plain = VideoWriter(plain_output(plan.output), *sides, plan.fps, plan.plain_crf)
                 self._plain = stack.enter_context(plain)
             if plan.interpolation > 1:
-                self._interpolator = opened(Interpolation.of(plan), self._context.cancel.check)
+                self._interpolator = self._open_interpolator()
                 stack.enter_context(self._interpolator)
             if plan.upscaling is not None:
                 self._upscaler = stack.enter_context(self._load_upscaler())
@@ -97,27 +99,45 @@ class VideoOutput:
         """Free the upscaler, stop ffmpeg, and remove what is not finished."""
         self._exit.close()
 
+    def _open_interpolator(self) -> AnyInterpolator:
+        plan, cancel = self._context.plan, self._context.cancel
+        sides = plan.width, plan.height, plan.interpolation
+        if plan.interpolator != "network":
+            return FrameInterpolator(*sides, cancel.check)
+        part = plan.components[INTERPOLATOR]
+        return NetworkInterpolator(
+            *sides,
+            device=part.device,
+            dtype=part.dtype,
+            backend=part.backend,
+            engines=self._engines_for(INTERPOLATOR),
+            emit=self._follow,
+            cancel=cancel,
+        )
+
     def _load_upscaler(self) -> FrameUpscaler:
         context, residency = self._context, self._context.residency
         context.current = ("load", UPSCALER)
         context.loading(UPSCALER)
         started = time.perf_counter()
-        backend = context.plan.components[UPSCALER].backend
         upscaler = FrameUpscaler(
             calls_of(context.plan, context.spec),
-            backend,
+            context.plan.components[UPSCALER].backend,
             settings.load(),
-            None if backend == PYTORCH else residency.engines,
+            self._engines_for(UPSCALER),
             self._follow,
             context.cancel,
         )
         residency.load_seconds += time.perf_counter() - started
         return upscaler
 
+    def _engines_for(self, component: str) -> EngineService | None:
+        return None if self._context.plan.components[component].backend == PYTORCH else self._context.residency.engines
+
     def _follow(self, event: Event) -> None:
-        """Apply an event of the upscaler to the plan, and emit it."""
+        """Apply an event of a network to the plan, and emit it."""
         if isinstance(event, FellBack):
-            self._context.fell_back(UPSCALER, event.reason)
+            self._context.fell_back(event.component, event.reason)
             self._context.counts_for_history = False
         elif isinstance(event, Warned):
             self._context.warn(event.fact)

@@ -1,26 +1,25 @@
-"""How long new frames between those of a video take, and interpolation as a stage of a video's plan. Pure."""
+"""What computes new frames between those of a video, how long it takes, and interpolation in a video's plan. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import Seconds
-from runtime.core.plan import PYTORCH, ExecutionPlan, Interpolator
-from runtime.core.request import INTERPOLATIONS, MAX_VIDEO_FPS, OFF
+from runtime.core.plan import ExecutionPlan, Interpolator
+from runtime.core.request import INTERPOLATIONS, INTERPOLATOR, MAX_VIDEO_FPS, OFF
 from runtime.machine.probe import Machine
 from runtime.models.spec import ModelSpec
+from runtime.planner.choice.engine_offers import Offers
+from runtime.planner.frame_networks import FrameCalls, decoding_memory, speed_of, with_frame_network, with_stage
 from runtime.planner.history import History, Kind, Run, device_name, seconds_per_call
 
 FACTORS = tuple(int(value) for value in INTERPOLATIONS if value != OFF)
-# `Kind.component`, and the backends of its runs.
-INTERPOLATOR = "interpolator"
-BACKENDS: Mapping[Interpolator, str] = {"network": PYTORCH, "minterpolate": "ffmpeg"}
+# The backend of ffmpeg's runs.
+FFMPEG = "ffmpeg"
 # `Kind.speed` of a stage of a job: without reading and encoding, which files take.
 _STAGE = "stage"
-# Pixels of new frames a second: on the one core that ffmpeg uses; by the network on 2 cores, and on a GPU, which is a
-# guess. And the range of the estimate.
-_RATE, _NETWORK_RATE, _NETWORK_RATE_ON_GPU = 3e6, 0.5e6, 40e6
+# Pixels of new frames a second on the one core that ffmpeg uses, and the range of the estimate.
+_RATE = 3e6
 _RANGE = (0.5, 2.5)
 
 
@@ -41,35 +40,30 @@ def check_rate(fps: int | Fraction, factor: int, field: str, otherwise: str | li
 
 @dataclass(frozen=True)
 class Interpolation:
-    """New frames between those of one video.
+    """New frames between those of one video, by ffmpeg; the network's are `FrameCalls`.
 
     Attributes:
         width, height: of the frames, in pixels.
         factor: frames of the result for each one.
         stage: whether it is a stage of a job; else of a file.
-        by: what computes them.
-        device: a torch device, where the network does.
     """
 
     width: int
     height: int
     factor: int
     stage: bool
-    by: Interpolator = "minterpolate"
-    device: str = "cpu"
 
     @classmethod
     def of(cls, plan: ExecutionPlan) -> "Interpolation":
         """Return that of a plan."""
-        device = plan.components["vae"].device if plan.interpolator == "network" else "cpu"
-        return cls(plan.width, plan.height, plan.interpolation, stage=True, by=plan.interpolator, device=device)
+        return cls(plan.width, plan.height, plan.interpolation, stage=True)
 
     def _kind(self, machine: Machine) -> Kind:
         return Kind(
-            device=device_name(machine, self.device),
+            device=device_name(machine, "cpu"),
             model="",
             component=INTERPOLATOR,
-            backend=BACKENDS[self.by],
+            backend=FFMPEG,
             dtype="uint8",
             quantization="none",
             offload="none",
@@ -83,10 +77,7 @@ class Interpolation:
         """Return how long so many frames take: as measured, else estimated."""
         pixels = self._pixels(frames)
         measured = seconds_per_call(history, self._kind(machine), pixels)
-        rate = _RATE
-        if self.by == "network":
-            rate = _NETWORK_RATE if self.device == "cpu" else _NETWORK_RATE_ON_GPU
-        likely = pixels * (self.factor - 1) / rate
+        likely = pixels * (self.factor - 1) / _RATE
         return measured or Seconds(likely, _RANGE[0] * likely, _RANGE[1] * likely)
 
     def run(self, frames: int, seconds: float, machine: Machine, *, loaded: bool) -> Run:
@@ -100,8 +91,45 @@ def interpolator_of(spec: ModelSpec) -> Interpolator:
     return "network" if spec.interpolates else "minterpolate"
 
 
-def with_interpolation(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, history: History) -> ExecutionPlan:
+def network_calls(
+    spec: ModelSpec, width: int, height: int, device: str, machine: Machine, used_bytes: int = 0
+) -> FrameCalls:
+    """Return how the network is called: for one frame, because others depend on it if there are several.
+
+    Args:
+        spec: the network.
+        width, height, device, used_bytes: see `FrameCalls.of`.
+    """
+    return FrameCalls.of(spec, height, width, device, machine, used_bytes, batch=1)
+
+
+def _calls_of(plan: ExecutionPlan, spec: ModelSpec) -> FrameCalls:
+    """Return how the network of a plan is called; `spec` is its model's."""
+    assert spec.interpolator is not None
+    part = plan.components[INTERPOLATOR]
+    return FrameCalls(spec.interpolator, plan.height, plan.width, part.device, part.dtype, None, 1)
+
+
+def run_of(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, seconds: float, *, loaded: bool) -> Run:
+    """Return the run that records how long the new frames of a finished job took."""
+    if plan.interpolator != "network":
+        return Interpolation.of(plan).run(plan.plain_frames, seconds, machine, loaded=loaded)
+    calls, part = _calls_of(plan, spec), plan.components[INTERPOLATOR]
+    kind = calls.kind(machine, part.backend, speed_of(part))
+    return calls.run(kind, seconds, _new_frames(plan), loaded=loaded)
+
+
+def _new_frames(plan: ExecutionPlan) -> int:
+    """The frames that are computed; after the last one there are copies."""
+    return max(plan.plain_frames - 1, 1) * (plan.interpolation - 1)
+
+
+def with_interpolation(
+    plan: ExecutionPlan, spec: ModelSpec, machine: Machine, offers: Offers, history: History
+) -> ExecutionPlan:
     """Return a plan with the requested interpolation and its seconds; without one, the plan unchanged.
+
+    The network is a component of the plan, ffmpeg is not.
 
     Raises:
         InvalidRequestError: if the video would have too many frames a second.
@@ -110,12 +138,9 @@ def with_interpolation(plan: ExecutionPlan, spec: ModelSpec, machine: Machine, h
         return plan
     plan = plan.replace(interpolate=plan.request.interpolate, interpolator=interpolator_of(spec))
     check_rate(plan.fps, plan.interpolation, "interpolate", ["interpolate", OFF])
-    seconds = Interpolation.of(plan).seconds(plan.plain_frames, machine, history)
-    return plan.replace(
-        seconds={
-            **plan.seconds,
-            **{name: total + seconds for name, total in plan.seconds.items() if name in {"total", "later"}},
-            "interpolate": seconds,
-        },
-        strategies=tuple(entry.replace(seconds=entry.seconds + seconds) for entry in plan.strategies),
-    )
+    if spec.interpolator is None:
+        return with_stage(plan, "interpolate", Interpolation.of(plan).seconds(plan.plain_frames, machine, history))
+    device, decoding = plan.components["vae"].device, decoding_memory(plan)
+    used = decoding.working_bytes if device == "cpu" else decoding.peak_bytes
+    calls = network_calls(spec.interpolator, plan.width, plan.height, device, machine, used)
+    return with_frame_network(plan, calls, _new_frames(plan), "interpolate", machine, offers, history)

@@ -25,6 +25,7 @@ from runtime.models.spec import (
     is_text_encoder,
     is_transformer,
 )
+from runtime.models.vae_groups import CLIP_PROGRAM
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -325,13 +326,19 @@ def decode_bytes(workload: Workload, chunk: int, tile: int | None) -> int:
 
 
 def _engine_decode_bytes(workload: Workload, element: int) -> int:
-    """Return the working set of the VAE's engines, which decode one latent frame in each call.
+    """Return the working set of the VAE's engines, which decode one latent frame in each call, or a whole clip in one.
 
     A session writes outputs into two sets of buffers in turn, and reads the caches from where the call before wrote
     them. Outputs of `vae_first` are freed when `vae_next` has read them.
     """
     vae = workload.spec.vae
     size = (workload.height, workload.width, element)
+    if any(use.program == CLIP_PROGRAM for use in workload.engines.get("vae", ())):
+        # With the frames, which are float32.
+        count = (workload.decoded - 1) * vae.scale_factor_temporal + 1
+        clip = _RGB_FLOAT32 * count * workload.height * workload.width
+        known = workload.context_bytes(["vae"])
+        return _BUFFER_SETS * clip + (0 if known else vae.decode_bytes(workload.decoded, *size, cpu=not workload.cuda))
     frames = 2 * _RGB_FLOAT32 * vae.scale_factor_temporal * workload.height * workload.width
     buffers = _BUFFER_SETS * vae.cache_bytes(*size)
     if workload.context_bytes(["vae"]):

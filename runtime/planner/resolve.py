@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Refinement, Split, default_crf, skipped_steps
-from runtime.core.request import ALL, AUTO, IDLE, OFF, STRENGTH, UPSCALER, Auto, GenerationRequest
+from runtime.core.request import ALL, AUTO, FINISHERS, IDLE, OFF, STRENGTH, Auto, GenerationRequest
 from runtime.core.step_cache import (
     MAGCACHE,
     NONE,
@@ -93,10 +93,12 @@ def resolve(
         )
     _check_supported(request, spec)
     assert request.upscale == AUTO or (request.upscale == OFF) == (spec.upscaler is None), "not the request's upscaler"
+    interpolates = spec.interpolates and request.interpolate != OFF
+    assert interpolates == (spec.interpolator is not None), "not the request's interpolator: see `models.requested`"
     if "gpus" in spec.unsupported:
         context = context._replace(others=())
     machine = seen_from(context.machine, context.gpu)
-    plan = with_interpolation(_on_most_gpus(request, spec, context), spec, machine, context.history)
+    plan = with_interpolation(_on_most_gpus(request, spec, context), spec, machine, context.offers, context.history)
     return with_upscaler(plan, spec, machine, context.offers, context.history)
 
 
@@ -155,7 +157,7 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
         raise InvalidRequestError("compile", "family.option_unsupported", option=["compile"], model=spec.title)
     # A component that the model has, but not this job, may be named: it needs no backend.
     for name in request.backends:
-        components = (*spec.component_names, UPSCALER)
+        components = (*spec.component_names, *sorted(FINISHERS))
         if name != ALL and name not in components:
             raise InvalidRequestError(
                 "backends", "planner.no_such_component", model=spec.title, component=name, known=components

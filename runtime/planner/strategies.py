@@ -14,7 +14,7 @@ from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, Strateg
 from runtime.core.events import OutOfMemory, Stage
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
-from runtime.core.request import AUTO, UPSCALER
+from runtime.core.request import AUTO, FINISHERS
 from runtime.core.tiles import times_decoded
 from runtime.models.quantization import FP8
 from runtime.models.spec import CONNECTORS, VAE_ENCODER, ModelSpec, is_transformer
@@ -457,8 +457,8 @@ def next_strategy(
         lossy: include strategies that change the video slightly, after the lossless ones.
     """
     workload = Workload.of(plan, spec)
-    if component == UPSCALER:
-        # It has the smallest tiles by then, but the VAE, which decodes meanwhile, may take less.
+    if component in FINISHERS:
+        # An upscaler has the smallest tiles by then, but the VAE, which decodes meanwhile, may take less.
         component = "vae"
     # On a GPU, offloaded weights are in system memory, which has a forecast of its own.
     offloaded = memory == "RAM" and workload.cuda
@@ -524,7 +524,7 @@ def _with(
         else part
         for name, part in plan.components.items()
     }
-    upscaling = [stage for stage in plan.memory if stage.component == UPSCALER]
+    finishing = [stage for stage in plan.memory if stage.component in FINISHERS]
     speed = with_less_memory(plan.speed, strategy.offload, strategy.quantization)
     workload = replace(workload, text_bytes=speed.text_bytes, working_sets=memory_model.working_sets(speed))
     return plan.replace(
@@ -536,7 +536,7 @@ def _with(
         decode_flops=plan.decode_flops
         * times_decoded(*plan.latent_shape[3:], strategy.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.strategy.decode_tile),
-        memory=(*memory_model.stages(workload, strategy), *upscaling),
+        memory=(*memory_model.stages(workload, strategy), *finishing),
         seconds={
             name: seconds if name in {"load", "compile"} else seconds * slowdown
             for name, seconds in plan.seconds.items()

@@ -26,14 +26,14 @@ from runtime.core.events import (
 )
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan
-from runtime.core.request import UPSCALER, GenerationRequest
+from runtime.core.request import FINISHERS, GenerationRequest
 from runtime.engines.imported.importing import describe_matches, device_here, import_engine, inspect_engine
 from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
-from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
 from runtime.models.latent_files import LatentFile
+from runtime.models.registry import finishing_models
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
 from runtime.pipeline.build_engines import BuildResult, build_all, wanted_engines
@@ -367,9 +367,9 @@ class _Task:
 
     def _verify(self, work: VerifyEngine) -> Fact:
         chosen = self.engines.store.choose([work.engine])
-        of_upscaler = any(record.component == UPSCALER for record in chosen)
-        upscalers = {spec.name: spec for spec in upscaler_models(self.weights_dir)} if of_upscaler else {}
-        models = [upscalers.get(name) or look_up(name, self.weights_dir) for name in work.models]
+        finishes = not FINISHERS.isdisjoint(record.component for record in chosen)
+        by_name = {spec.name: spec for spec in (finishing_models(self.weights_dir) if finishes else ())}
+        models = [by_name.get(name) or look_up(name, self.weights_dir) for name in work.models]
         self.free()
         timers = PyTorchTimerFactory(self.engines)
         (result,) = self.engines.verify(chosen, models, self._report, self._cancel, timers=timers)

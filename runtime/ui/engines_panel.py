@@ -13,7 +13,7 @@ from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact, lowered
 from runtime.core.messages.components import TITLES, title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize, is_block_program
-from runtime.core.request import UPSCALER
+from runtime.core.request import FINISHERS
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size, counted
 from runtime.engines.builders import builders_of
@@ -143,7 +143,7 @@ class EnginesPanel:
         component, _, backend = target.partition("=")
         request = form.read_settings(values, self._models)
         spec = self._models[request.model]
-        if component not in {_ALL, *spec.component_names, UPSCALER}:
+        if component not in {_ALL, *spec.component_names, *FINISHERS}:
             raise unknown_action()
         if backend:
             if component == _ALL or backend not in BACKEND_TITLES or backend == PYTORCH:
@@ -154,7 +154,7 @@ class EnginesPanel:
             raise preview.error
         plan = preview.plan
         assert plan is not None, "neither a plan nor an error"
-        if component == UPSCALER and plan.upscaling is None:
+        if component in FINISHERS and component not in plan.components:
             raise unknown_action()
         title = _title_of_build(plan, spec, component, backend)
         part = None if component == _ALL else component

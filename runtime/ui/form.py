@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, FIELDS, UPSCALER, GenerationRequest
+from runtime.core.request import COMPONENTS, FIELDS, FINISHERS, GenerationRequest
 from runtime.core.request_fields import AUTO, Number
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -444,7 +444,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     backends = {name: settings.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
     request = {name: fields.read(name, value) for name, value in settings.items()}
     request["prompt"] = "" if request["prompt"] is None else request["prompt"]
-    chosen = {name: backend for name, backend in backends.items() if name in {*spec.component_names, UPSCALER}}
+    chosen = {name: backend for name, backend in backends.items() if name in {*spec.component_names, *FINISHERS}}
     request["backends"] = {name: backend for name, backend in chosen.items() if backend != AUTO}
     if "vae" in request["backends"] and VAE_ENCODER in chosen:
         request["backends"][VAE_ENCODER] = chosen[VAE_ENCODER]  # the VAE's other part has its own control

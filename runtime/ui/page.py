@@ -13,10 +13,10 @@ from runtime.core.images import ImageUse, VideoUse
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.engines.imported.importing import WARNING
 from runtime.engines.service import EngineService
-from runtime.families.esrgan.upscalers import upscaler_models
 from runtime.machine.probe import has_screen
 from runtime.models.catalogue import add_usable, decoders, offered
 from runtime.models.images import keep_image
+from runtime.models.registry import finishing_models
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_video
 from runtime.planner.placement import usable_gpus
@@ -90,7 +90,7 @@ def build(
         return decoders(settings.weights_dir)
 
     def of_single_frames() -> list[ModelSpec]:
-        return [*decoders(settings.weights_dir), *upscaler_models(settings.weights_dir)]
+        return [*decoders(settings.weights_dir), *finishing_models(settings.weights_dir)]
 
     submissions = {"generate": api.submission(worker, models, settings.model), SUBMITS: handlers.submit}
     routes = panels.routes(

@@ -19,7 +19,7 @@ from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.loras import with_loras
-from runtime.models.requested import with_inputs, with_upscaler
+from runtime.models.requested import with_finishers, with_inputs
 from runtime.models.spec import ModelSpec, folder_of
 from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
@@ -138,7 +138,7 @@ class PlanPreview:
         offers = self._offers(spec) if complete else no_offers
         try:
             spec = with_loras(spec.in_stages(int(request.stages)), request.loras, self._weights_dir)
-            spec = with_upscaler(spec, request, self._weights_dir)
+            spec = with_finishers(spec, request, self._weights_dir)
             spec = with_inputs(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)
             offers = self._offers(spec) if complete else no_offers
             context = PlanningContext(
@@ -167,7 +167,7 @@ class PlanPreview:
         gpus = _names(machine)
         upscaler = None if spec.upscaler is None else (spec.upscaler.name, _modified(spec.upscaler))
         loras = tuple((use.identity, use.expert) for use in spec.loras)
-        key = (spec.name, _modified(spec), upscaler, loras, gpus, spec.video is not None)
+        key = (spec.name, _modified(spec), upscaler, loras, gpus, spec.video is not None, spec.interpolator is not None)
         with self._lock:
             if key in self._known:
                 return self._known[key]

@@ -7,7 +7,7 @@ import pytest
 
 from runtime.core import settings
 from runtime.core.errors import SettingsError
-from runtime.core.request import COMPONENTS
+from runtime.core.request import COMPONENTS, FINISHERS
 
 
 def test_flags_take_precedence_over_environment_over_file(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_every_variable_is_in_the_docs(name: str) -> None:
         (
             (True, True, True),
             dict.fromkeys(
-                {*COMPONENTS} - {"vae_encoder", "latent_upsampler", "vae", "audio_vae", "vocoder", "upscaler"},
+                {*COMPONENTS} - {"vae_encoder", "latent_upsampler", "vae", "audio_vae", "vocoder", *FINISHERS},
                 "tensorrt",
             ),
         ),

@@ -9,12 +9,13 @@ import pytest
 
 from runtime.core.facts import Fact
 from runtime.engines.builders import BUILDERS
-from runtime.engines.key_parts import CLIP_PROGRAM, NOT_EXPORTED, device_text, program_key_parts, versions_of
+from runtime.engines.key_parts import NOT_EXPORTED, device_text, program_key_parts, versions_of
 from runtime.engines.offers import imported_engines
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
+from runtime.models.vae_groups import CLIP_PROGRAM
 from runtime.planner.choice.engine_index import IMPORTED, UNREADABLE_KEY, EngineKey, EngineRecord, ShapeProfile
 from tests.engines.engine_files import record
 

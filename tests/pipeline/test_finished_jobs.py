@@ -25,17 +25,17 @@ from runtime.core.events import (
 )
 from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.progress import Progress
-from runtime.core.request import UPSCALER, GenerationRequest
+from runtime.core.request import INTERPOLATOR, UPSCALER, GenerationRequest
 from runtime.execution.residency import Residency
 from runtime.families.dcae.batched import BatchedDecoder
 from runtime.families.esrgan.components import load_upscaler
 from runtime.families.esrgan.upscalers import find_upscaler
 from runtime.models.images import with_images
+from runtime.models.registry import find_interpolator
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.loop import Loop
-from runtime.planner.interpolation import INTERPOLATOR
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from runtime.video.reader import read_info
@@ -76,7 +76,8 @@ def make(tiny: Tiny, tmp_path: Path) -> Make:
     """Return what plans a clip that is saved without loss."""
 
     def made(**values: Any) -> Clip:
-        spec = replace(tiny("wan2.1"), interpolates=values.pop("interpolates", False))
+        network = find_interpolator() if values.pop("interpolates", False) else None
+        spec = replace(tiny("wan2.1"), interpolates=network is not None, interpolator=network)
         if "upscale" in values:
             save_safetensors(tmp_path / "weights" / "small.safetensors", COMPACT_CONFIG)
             upscaler = find_upscaler(str(tmp_path / "weights" / "small.safetensors"), 2, tmp_path)

@@ -35,7 +35,7 @@ from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.families.framepack.vae import PyTorchImageLatents, PyTorchSectionDecoder
 from runtime.models.images import with_images
 from runtime.models.registry import read_spec
-from runtime.models.requested import with_upscaler
+from runtime.models.requested import with_finishers
 from runtime.pipeline import section_files
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.files import CLIP, SECTIONS, finished_clip
@@ -81,7 +81,7 @@ class Clip:
             image.save(folder / f"{name}.png")
             fields[name] = str(folder / f"{name}.png")
         request = GenerationRequest.from_mapping(fields | values)
-        self.spec = with_upscaler(with_images(read_spec(model, "framepack"), request, folder, folder), request, folder)
+        self.spec = with_finishers(with_images(read_spec(model, "framepack"), request, folder, folder), request, folder)
         self.plan = resolve(request, self.spec, PlanningContext(machine(), folder / "x.mp4"))
 
     @property

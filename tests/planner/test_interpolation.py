@@ -8,11 +8,12 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import GenerationRequest
+from runtime.core.request import INTERPOLATOR, GenerationRequest
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import read_spec
+from runtime.models.requested import with_finishers
 from runtime.models.spec import ModelSpec
-from runtime.planner.interpolation import Interpolation
+from runtime.planner.interpolation import Interpolation, run_of
 from tests.plans import machine, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
@@ -34,15 +35,17 @@ def test_the_video_has_more_frames_and_lasts_as_long(factor: int | str, frames: 
     assert ExecutionPlan.model_validate_json(made.model_dump_json()) == made
 
 
-def test_the_network_interpolates_only_what_it_was_trained_on(tiny: Tiny) -> None:
-    of_other = tiny("wan2.1")
+def test_the_network_interpolates_only_what_it_was_trained_on(tiny: Tiny, tmp_path: Path) -> None:
+    of_other, request = tiny("wan2.1"), GenerationRequest.from_mapping({"prompt": "a", "interpolate": 2})
     shipped = read_spec(EMBEDDED / "diorama", "diorama")
     found = {}
-    for spec in (of_other, replace(of_other, interpolates=shipped.interpolates)):
+    for of_model in (of_other, replace(of_other, interpolates=shipped.interpolates)):
+        spec = with_finishers(of_model, request, tmp_path)
         plan = tiny_plan(spec, Path("x.mp4"), interpolate=2)
         found[plan.to_json()["interpolation"]["by"]] = plan.seconds["interpolate"].likely
-        kinds = Interpolation.of(plan).run(9, 1.0, machine(), loaded=False).kind
+        kinds = run_of(plan, spec, machine(), 1.0, loaded=False).kind
         assert kinds.backend == {"network": "pytorch", "minterpolate": "ffmpeg"}[plan.interpolator]
+        assert (INTERPOLATOR in plan.components) == (plan.interpolator == "network")
     assert found["network"] > found["minterpolate"]
 
 

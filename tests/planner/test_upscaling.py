@@ -12,7 +12,7 @@ from runtime.core.plan import EngineRef, ExecutionPlan, Upscaling
 from runtime.core.request import UPSCALER, GenerationRequest
 from runtime.families.esrgan import upscalers
 from runtime.machine.probe import Machine
-from runtime.models.requested import with_upscaler
+from runtime.models.requested import with_finishers
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_offers import EngineOffer
 from runtime.planner.resolve import PlanningContext, resolve
@@ -46,7 +46,7 @@ def plan(
     """Resolve a request; `spec` is a model without an upscaler."""
     request = GenerationRequest.from_mapping(CLIP | values)
     context = PlanningContext(on or machine(), Path("x.mp4"), offers, history)
-    return resolve(request, with_upscaler(spec, request, weights), context)
+    return resolve(request, with_finishers(spec, request, weights), context)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_backend(
 
 def test_a_finished_job_corrects_the_forecast(weights: Path, tiny: Tiny) -> None:
     request = GenerationRequest.from_mapping(CLIP | {"upscale": 2})
-    spec = with_upscaler(tiny("wan2.1"), request, weights)
+    spec = with_finishers(tiny("wan2.1"), request, weights)
     before = plan(tiny("wan2.1"), weights, upscale=2)
     run = run_of(before, spec, machine(), 5.0, loaded=False)
     after = plan(tiny("wan2.1"), weights, history=[run], upscale=2)
@@ -173,7 +173,7 @@ def test_a_finished_job_corrects_the_forecast(weights: Path, tiny: Tiny) -> None
 
 
 def test_an_engine_that_was_not_measured_takes_about_as_long_as_jobs_in_pytorch(weights: Path, tiny: Tiny) -> None:
-    spec = with_upscaler(tiny("wan2.1"), GenerationRequest.from_mapping(CLIP | {"upscale": 2}), weights)
+    spec = with_finishers(tiny("wan2.1"), GenerationRequest.from_mapping(CLIP | {"upscale": 2}), weights)
     run = run_of(plan(tiny("wan2.1"), weights, upscale=2), spec, machine(), 0.5, loaded=False)
     size = (1, 192, 320)
     use = EngineRef(
@@ -188,7 +188,7 @@ def test_an_engine_that_was_not_measured_takes_about_as_long_as_jobs_in_pytorch(
 
 def test_less_memory_for_the_upscaler_is_less_for_the_decoder(weights: Path, tiny: Tiny) -> None:
     request = GenerationRequest.from_mapping(CLIP | {"upscale": 2})
-    spec, made = with_upscaler(tiny("wan2.1"), request, weights), plan(tiny("wan2.1"), weights, upscale=2)
+    spec, made = with_finishers(tiny("wan2.1"), request, weights), plan(tiny("wan2.1"), weights, upscale=2)
     fallback = next_strategy(made, spec, UPSCALER, "RAM", lossy=True)
     assert fallback is not None
     assert fallback.plan.memory[-1].component == UPSCALER

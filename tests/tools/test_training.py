@@ -12,7 +12,7 @@ from diffusers import AutoencoderDC
 from safetensors.torch import load_file
 from torch import nn
 
-from runtime.families.interpolator.network import WEIGHTS
+from runtime.families.interpolator.spec import WEIGHTS
 from runtime.models.registry import read_spec
 from tools.diorama import (
     captions,

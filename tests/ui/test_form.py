@@ -43,6 +43,7 @@ GOOD: dict[str, Any] = {
     "backend_vae": "auto",
     "backend_audio_vae": "auto",
     "backend_vocoder": "auto",
+    "backend_interpolator": "auto",
     "backend_upscaler": "auto",
     "build": "auto",
     "offload": "auto",

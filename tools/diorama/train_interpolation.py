@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runtime.families.interpolator.network import InterpolationNetwork
+from runtime.families.interpolator.programs import InterpolationNetwork
 from tools.diorama import training, world
 from tools.diorama.checkpoint import has_weights, load_weights, save_weights
 from tools.diorama.render import Renderer

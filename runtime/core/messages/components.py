@@ -15,6 +15,7 @@ TITLES: Mapping[str, str] = {
     "audio_vae": "Sound decoder",
     "vocoder": "Vocoder",
     "frame_decoder": "Frame decoder",
+    "interpolator": "Interpolator",
     "upscaler": "Upscaler",
 }
 # Of the programs of engines that are not a whole component.

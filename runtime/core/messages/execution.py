@@ -22,6 +22,9 @@ MESSAGES: Mapping[str, Message] = {
     "execution.vae_not_finite": Message(
         "The VAE returned NaN or Inf.", "Its weights are damaged: copy or download the model again."
     ),
+    "execution.interpolator_not_finite": Message(
+        "The network that interpolates returned NaN or Inf in {dtype}.", "Use {set[interpolate=off]}."
+    ),
     "execution.upscaler_not_finite": Message(
         "The upscaler returned NaN or Inf in {dtype}.", "Choose another upscaler; its weights may be damaged."
     ),

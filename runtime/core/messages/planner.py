@@ -257,7 +257,7 @@ _REFUSALS: Mapping[str, Message] = {
 
 _REASONS: Mapping[str, Message] = {
     "planner.on_cpu": Message("PyTorch in float32 on the CPU: {cause:clause}."),
-    "planner.upscaled_on_gpu": Message("PyTorch in {dtype} on {gpu}."),
+    "planner.frames_on_gpu": Message("PyTorch in {dtype} on {gpu}."),
     "planner.small_on_gpu": Message("PyTorch in float32 on {gpu}: the model is small{details:appended}."),
     "planner.bfloat16_on_gpu": Message("PyTorch on {gpu}: bfloat16{details:appended}."),
     "planner.float16_on_gpu": Message(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from runtime.core.facts import Fact
 from runtime.core.plan import is_block_program
+from runtime.core.request import INTERPOLATOR
 from runtime.engines.child import Report
 from runtime.engines.key_parts import (
     architecture_digest,
@@ -67,9 +68,12 @@ class Builder(ABC):
     def on_request(self, component: str, device: str) -> bool:
         """Return whether its engines are likely slower than PyTorch, and so built only if their backend is requested.
 
-        Measured: on a CPU block engines; on a GPU engines of the VAE, with every backend (`bench/h200.md`). Images are
-        encoded once per video, and PyTorch encodes only the frames that differ.
+        Measured: on a CPU block engines, and the interpolator's (`docs/interpolate.md`); on a GPU engines of the VAE,
+        with every backend (`bench/h200.md`). Images are encoded once per video, and PyTorch encodes only the frames
+        that differ.
         """
+        if component == INTERPOLATOR:
+            return device == "cpu"
         if component in {IMAGE_ENCODER, VAE_ENCODER}:
             return True
         return component == "vae" if device != "cpu" else self.kind == "blocks"

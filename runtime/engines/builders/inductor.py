@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runtime.core.environment import environment_variables
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.core.request import UPSCALER
+from runtime.core.request import FINISHERS
 from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.machine.probe import Machine, cpp_compiler
@@ -55,14 +55,14 @@ class InductorBuilder(Builder):
     def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.
 
-        On a CPU with bfloat16 instructions the VAE and the upscaler run in bfloat16, which changes frames by less than
-        8-bit color does (57 and 63 dB). Everything else runs in float32, because a transformer's rounding errors
-        accumulate over the steps (41 dB in bfloat16, measured on the shipped model). On a GPU the transformer and the
-        text encoder run in bfloat16, in which large models are trained; they would not fit otherwise. The image encoder
-        runs in float32, as its authors run it.
+        On a CPU with bfloat16 instructions the VAE, the upscaler and the interpolator run in bfloat16, which changes
+        frames by less than 8-bit color does (57, 63 and 74 dB). Everything else runs in float32, because a
+        transformer's rounding errors accumulate over the steps (41 dB in bfloat16, measured on the shipped model). On a
+        GPU the transformer and the text encoder run in bfloat16, in which large models are trained; they would not fit
+        otherwise. The image encoder runs in float32, as its authors run it.
         """
         if device == "cpu":
-            return "bfloat16" if program.startswith(("vae", UPSCALER)) and machine.cpu_has_bfloat16 else "float32"
+            return "bfloat16" if program.startswith(("vae", *FINISHERS)) and machine.cpu_has_bfloat16 else "float32"
         return "float32" if program.startswith(("vae", IMAGE_ENCODER)) else "bfloat16"
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:

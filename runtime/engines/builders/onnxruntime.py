@@ -41,7 +41,8 @@ class OnnxRuntimeBuilder(Builder):
     def default_precision(self, spec: ModelSpec, program: str, machine: Machine, device: str) -> str:
         """Return the fastest precision in which a program keeps its quality.
 
-        As for Inductor, on a CPU only the VAE (59 dB) and the upscaler (63 dB) run in bfloat16, which needs OpenVINO.
+        On a CPU only the VAE (59 dB) and the upscaler (63 dB) run in bfloat16, which needs OpenVINO. It would also
+        round the places that the interpolator reads (50 dB).
         """
         if device == "cpu":
             fast = self._provider(device) == "openvino" and machine.cpu_has_bfloat16

@@ -27,9 +27,9 @@ from runtime.engines.imported.adapters import (
     adapters_to_json,
 )
 from runtime.engines.imported.contract import Contract, Port, Span
-from runtime.engines.key_parts import CLIP_PROGRAM
 from runtime.models.folder import read_config
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.vae_groups import CLIP_PROGRAM
 from runtime.planner.choice.engine_index import ShapeProfile
 
 # The file with contract and adapters in an imported engine's folder.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from runtime.core.plan import PYTORCH, ComponentPlan
@@ -11,7 +10,7 @@ from runtime.core.request import UPSCALER
 from runtime.families.esrgan.programs import CompactNetwork, RrdbNetwork, UpscalerForm
 from runtime.families.esrgan.spec import COMPACT, read_architecture
 from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_module
+from runtime.models.weights import channels_last_on_cpu, load_module
 
 
 class Upscaler:
@@ -32,13 +31,10 @@ MODULES: Mapping[str, Any] = {UPSCALER: Upscaler}
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], nn.Module]) -> nn.Module:
-    """See `engines.programs.MakeForm`. On a CPU, PyTorch is fastest with the channels last."""
+    """See `engines.programs.MakeForm`."""
     del program
     architecture: Any = spec.vae
-    form: Any = UpscalerForm(load(), architecture)
-    on_cpu = next(form.parameters()).device.type == "cpu"
-    made: nn.Module = form.to(memory_format=torch.channels_last) if on_cpu else form
-    return made
+    return channels_last_on_cpu(UpscalerForm(load(), architecture))
 
 
 def load_upscaler(spec: ModelSpec, *, device: str = "cpu", dtype: str = "float32") -> nn.Module:

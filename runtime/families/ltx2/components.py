@@ -1,4 +1,4 @@
-"""LTX-2's components in PyTorch, for `execution.components`. None is exported to an engine."""
+"""LTX-2's components in PyTorch, for `execution.components`, and the exportable forms of its VAE."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,8 +25,10 @@ from runtime.families.ltx2.vae import (
     PyTorchVideoDecoder,
     PyTorchVocoder,
 )
+from runtime.families.ltx2.vae_programs import VaeClipForm, VaeImageForm
 from runtime.models.folder import read_config
 from runtime.models.spec import ModelSpec
+from runtime.models.vae_groups import CLIP_PROGRAM
 from runtime.models.weights import load_tensors
 
 
@@ -113,5 +115,6 @@ def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """The spec has no programs."""
-    raise AssertionError(spec, program, load)
+    """See `engines.programs.MakeForm`."""
+    del spec
+    return VaeClipForm(load()) if program == CLIP_PROGRAM else VaeImageForm(load())

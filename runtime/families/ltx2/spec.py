@@ -34,6 +34,7 @@ from runtime.models.spec import (
 )
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import NoiseLevels, ShiftBySize, noise_levels
+from runtime.models.vae_groups import CLIP_PROGRAM
 
 # `LTX2Pipeline.__call__`'s default.
 MAX_SEQUENCE_LENGTH = 1024
@@ -43,13 +44,13 @@ VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_he
 # more than their text, so they are separate calls; each takes much longer than launching its kernels.
 _LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
 _UNSUPPORTED = frozenset({"gpus", "guidance_cache"})
-# The components in the order they run; no engine is built of any.
+# The components in the order they run; engines are built of the VAE's parts.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
     CONNECTORS: (),
-    VAE_ENCODER: (),
+    VAE_ENCODER: ("vae_encoder_first",),
     "transformer": (),
-    "vae": (),
+    "vae": (CLIP_PROGRAM,),
     "audio_vae": (),
     "vocoder": (),
 }

@@ -8,7 +8,7 @@ import torch
 
 from runtime.core.cancel import Cancel, CancelledError
 from runtime.families.interpolator.frames import NetworkInterpolator
-from runtime.families.interpolator.network import smaller_for
+from runtime.families.interpolator.spec import smaller_for
 from runtime.video.interpolation import FrameInterpolator
 from tests.video.test_interpolation import interpolated as interpolated_by
 from tools.diorama import world
@@ -76,7 +76,7 @@ def test_two_scenes_are_not_mixed(factor: int, shown: list[int]) -> None:
 
 def test_it_can_be_cancelled_before_each_frame() -> None:
     cancel, frames = Cancel(), rendered((192, 112), 3, 5)
-    with NetworkInterpolator(192, 112, 2, check=cancel.check) as interpolator:
+    with NetworkInterpolator(192, 112, 2, cancel=cancel) as interpolator:
         made = interpolator.add(frames)
         assert len(next(made)) == 2
         cancel.request()
