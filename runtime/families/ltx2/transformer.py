@@ -41,6 +41,7 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.streams import Streams
 from runtime.execution.text_states import TextState, TextStates
+from runtime.models.quantization import linear_of_gelu
 from runtime.models.row_operations import add_norms, by_token, computed, layer_norm, norm_rotate
 from runtime.upstream.diffusers import cache_single_stream
 
@@ -319,7 +320,8 @@ def _projected(attn: Any, attended: torch.Tensor, x: torch.Tensor) -> torch.Tens
 
 
 def _feed_forward(feed_forward: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = feed_forward.net[2](feed_forward.net[0](x))
+    expand, reduce = feed_forward.net[0], feed_forward.net[2]
+    out: torch.Tensor = linear_of_gelu(reduce, expand.proj(x)) if expand.approximate == "tanh" else reduce(expand(x))
     return out
 
 
