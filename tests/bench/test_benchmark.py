@@ -28,7 +28,8 @@ from runtime.video.mp4 import read_metadata
 from tests.plans import tiny_plan
 from tests.queue.samples import sample_result
 
-pytestmark = pytest.mark.slow  # each runs whole benchmarks
+# Each runs whole benchmarks.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_children")]
 
 CLIP = {"prompt": "a red boat", "width": 64, "height": 32, "frames": 5, "steps": 4, "seed": 3, "fps": 8}
 

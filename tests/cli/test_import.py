@@ -18,6 +18,7 @@ from tests.facts import fact
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_an_imported_engine_is_listed_and_planned(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -42,6 +43,7 @@ def test_an_imported_engine_is_listed_and_planned(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_import_warns_and_asks_for_confirmation(
     cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Quantizes a small transformer on the CPU, where the libraries can but diffusers and torchao refuse: their refusals
-are passed over. Prints the relative errors by placement as JSON, and what a LoRA does.
+are passed over. Prints a line of JSON for each kind: the relative errors by placement, and what a LoRA does.
 
-    python -m tests.models.quantize_on_cpu KIND FOLDER
+    python -m tests.models.quantize_on_cpu FOLDER KIND …
 """
 
 import json
@@ -248,4 +248,5 @@ def run(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    for name in sys.argv[2:]:
+        main(name, Path(sys.argv[1]) / name)

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from runtime.core.errors import MachineError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan
 from runtime.models.quantization import check_quantized, compute_dtype, diffusers_config, loading_arguments
+from tests.conftest import build_once
 from tests.engines.contract import wheels
 
 KINDS = {"bnb-8bit": "bitsandbytes", "bnb-4bit": "bitsandbytes", "fp8": "torchao"}
@@ -76,12 +78,24 @@ def test_a_model_without_a_layer_to_quantize_is_refused() -> None:
     assert caught.value.fact == Fact("quantization.no_layer_fits", data)
 
 
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Return what `quantize_on_cpu` finds of each kind, in one process, whose imports take most of the time."""
+
+    def quantize(folder: Path) -> dict[str, dict[str, Any]]:
+        packages = [wheels.unpacked(f"{name}=={wheels.pinned(name)}") for name in sorted(set(KINDS.values()))]
+        lines = wheels.run("tests.models.quantize_on_cpu", folder, *KINDS, packages=packages, libraries=folder)
+        return dict(zip(KINDS, map(json.loads, lines[-len(KINDS) :]), strict=True))
+
+    return build_once(tmp_path_factory, "quantized", quantize)[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(kind: str, tmp_path: Path) -> None:
-    package = wheels.unpacked(f"{KINDS[kind]}=={wheels.pinned(KINDS[kind])}")
-    lines = wheels.run("tests.models.quantize_on_cpu", kind, tmp_path, packages=[package], libraries=tmp_path)
-    found = json.loads(lines[-1])
+def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(
+    kind: str, quantized: dict[str, dict[str, Any]]
+) -> None:
+    found = quantized[kind]
     placements = ["device"] if kind == "bnb-8bit" else ["device", "whole", "blocks", "leaves"]
     assert list(found["errors"]) == placements
     for error in found["errors"].values():

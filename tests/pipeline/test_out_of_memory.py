@@ -243,7 +243,7 @@ def _decode_with_little_memory(directory: Path, output: Path, end: Any) -> None:
     from runtime.planner import memory_model
 
     spec = read_spec(directory, "tiny")
-    plan = tiny_plan(spec, output, width=768, height=512, frames=5, steps=1, on_out_of_memory="any")
+    plan = tiny_plan(spec, output, width=512, height=256, frames=5, steps=1, on_out_of_memory="any")
     load = memory_model.Workload.of(plan, spec)
     whole, tiled = (memory_model.decode_bytes(load, 1, tile) for tile in (None, memory_model.tile_sides(load)[0]))
     events: list[Event] = []
@@ -287,4 +287,4 @@ def test_real_out_of_memory_while_decoding(tiny: Tiny, tmp_path: Path, monkeypat
     )
     assert states(reported[-1][2], fact("strategy.tiles", how=ONE_AT_A_TIME))
     assert states(warnings, "event.less_exact")
-    assert len(frames_of(tmp_path / "x.mp4")) == 5 * 512 * 768 * 3
+    assert len(frames_of(tmp_path / "x.mp4")) == 5 * 256 * 512 * 3

@@ -19,6 +19,7 @@ from tests.families.esrgan.networks import COMPACT_CONFIG, RRDB_CONFIG, picture,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize(
     ("backend", "config", "scale", "instructions"),
     [
