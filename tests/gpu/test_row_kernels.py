@@ -133,7 +133,7 @@ def test_kernels_compiled_ahead_are_those_of_a_block() -> None:
 
     row_operations.compile_kernels(HEADS, WIDTH // HEADS, (), torch.bfloat16, "cuda")
     before = compiled()
-    latents = random(1, config["in_channels"], 1, 2 * 25, 2 * tokens // 25)
-    model(latents, torch.tensor([500.0], device="cuda"), random(1, 512, config["text_dim"]), return_dict=False)
+    latents = random(1, model.config.in_channels, 1, 2 * 25, 2 * tokens // 25)
+    model(latents, torch.tensor([500.0], device="cuda"), random(1, 512, model.config.text_dim), return_dict=False)
     assert before >= len(kernels)
     assert compiled() == before
