@@ -252,7 +252,7 @@ def export(component: str, request: GenerationRequest, out: str) -> dict[str, An
     if spec.only_decodes:
         latent = (FRAME_BATCH, *frame_latents(request, spec))
     else:
-        latent = resolve(request, spec, PlanningContext(probe(), Path("none.mp4"))).latent_size
+        latent = resolve(request, spec, PlanningContext(probe(), Path("none.mp4"))).engine_size(component)
     files = []
     for exported in export_component(spec, component, latent, _folder(out)):
         terminal.result(f"{exported.path} ({byte_size(exported.bytes)}): {exported.describe()}")

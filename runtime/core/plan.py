@@ -22,7 +22,17 @@ from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
-from runtime.core.request import AUTO, FINISHERS, INTERPOLATOR, LOSSLESS, OFF, STRENGTH, UPSCALER, GenerationRequest
+from runtime.core.request import (
+    AUTO,
+    FINISHERS,
+    INTERPOLATOR,
+    LOSSLESS,
+    OFF,
+    SOUND_DECODERS,
+    STRENGTH,
+    UPSCALER,
+    GenerationRequest,
+)
 from runtime.core.step_cache import each_step, is_scheduled, uses
 from runtime.core.tiles import call_size
 
@@ -573,7 +583,12 @@ class ExecutionPlan(ResolvedRequest):
         return [name for name in self.components if name not in FINISHERS]
 
     def engine_size(self, component: str) -> LatentSize:
-        """Return the size that engines of a component are for: the clip's in latents, or calls with single frames."""
+        """Return the size that engines of a component are for: the clip's in latents, or calls with single frames.
+
+        That of decoders of sound is (latents of the sound, 1, 1).
+        """
+        if component in SOUND_DECODERS and self.sound_shape is not None:
+            return self.sound_shape[2], 1, 1
         if component == INTERPOLATOR:
             return 1, self.height, self.width
         if component != UPSCALER or self.upscaling is None:

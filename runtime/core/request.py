@@ -41,6 +41,8 @@ __all__ = ["ALL", "AUTO", "Auto", "GenerationRequest"]  # the values of requests
 # The components that compute frames between decoded ones, and enlarge finished frames; they belong to no model.
 INTERPOLATOR, UPSCALER = "interpolator", "upscaler"
 FINISHERS = frozenset({INTERPOLATOR, UPSCALER})
+# The components that decode sound, in the order they run; each is also the name of its only program.
+SOUND_DECODERS = ("audio_vae", "vocoder")
 COMPONENTS = (
     "text_encoder", "text_encoder_2", "connectors", "image_encoder", "vae_encoder", "transformer", "transformer_2",
     "latent_upsampler", "vae", "audio_vae", "vocoder", INTERPOLATOR, UPSCALER,

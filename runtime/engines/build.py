@@ -19,6 +19,7 @@ from runtime.core.environment import collect_garbage_less_often, limit_thread_sp
 from runtime.core.errors import EngineError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize, is_block_program
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines import child, manifest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.child import Outcome, Report, run_child
@@ -272,7 +273,7 @@ def _measure(request: BuildRequest, key: EngineKey, report: Report) -> dict[str,
         except Exception:
             logger.warning("PyTorch could not be measured", exc_info=True)
         _free(request.device)
-    if key.program in FRAME_PROGRAMS and fields["pytorch_seconds_per_call"]:
+    if key.program in {*FRAME_PROGRAMS, *SOUND_DECODERS} and fields["pytorch_seconds_per_call"]:
         # PyTorch runs its program as it is.
         fields["baselines"] = {"eager": fields["pytorch_seconds_per_call"]}
     return fields

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.core.plan import LatentSize
-from runtime.core.request import INTERPOLATOR, UPSCALER
+from runtime.core.request import INTERPOLATOR, SOUND_DECODERS, UPSCALER
 from runtime.engines.signatures import IOSignature, Shapes, Size, TensorSignature
 from runtime.models.spec import FRAME_PROGRAMS, ModelSpec, is_text_encoder
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
@@ -26,6 +26,8 @@ _INPUTS = {
     "vae_first": ("z",),
     "vae_next": ("z",),
     "vae_clip": ("z",),
+    "audio_vae": ("sound",),
+    "vocoder": ("spectrum",),
     **dict.fromkeys(GROUP_PROGRAMS, ("z",)),
     **dict.fromkeys(FRAME_PROGRAMS, ("latent_frames",)),
 }
@@ -37,6 +39,8 @@ _OUTPUTS = {
     "vae_encoder_next": "z",
     IMAGE_PROGRAM: "moments",
     "transformer": "velocity",
+    "audio_vae": "spectrum",
+    "vocoder": "samples",
     **dict.fromkeys(FRAME_PROGRAMS, "decoded_frames"),
 }
 _WITH_CACHES = frozenset({"vae_next", "vae_encoder_next"})
@@ -61,6 +65,8 @@ _DYNAMIC_AXES: Mapping[str, Mapping[int, str]] = {
     CACHE: {3: "height", 4: "width"},
     "text_embeds": {1: "text"},
 }
+# Mean and deviation of a spectrogram's logarithms of amplitudes.
+_LOUDNESS = -4.0, 2.0
 # Pixels of the patterns that an interpolator is verified with, and how far they move, in y and x.
 _PATTERN, _MOTION = 16, (2, 3)
 # torch takes a size of one as fixed.
@@ -131,6 +137,11 @@ class Program:
             latents = noise(latent[0], channels, *latent[1:])
             # An upscaler takes colors.
             return {"latent_frames": latents.sigmoid() if self.name == UPSCALER else latents}
+        if self.name in SOUND_DECODERS:
+            module: Any = self.module
+            values = noise(*module.input_shape(latent[0]))
+            mean, deviation = _LOUDNESS if self.input_names == ("spectrum",) else (0.0, 1.0)
+            return {self.input_names[0]: deviation * values + mean}
         words = torch.arange(length, device=self.device)[None, :] < min(_WORDS_IN_EXAMPLE, length)
         if is_text_encoder(self.name):
             vocabulary: Any = self.module.vocabulary

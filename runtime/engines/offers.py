@@ -72,7 +72,7 @@ class ModelOffers:
         An imported engine of another size is mentioned in the offers of its backend that have no engine yet.
 
         Args:
-            latent: of the clip; for the upscaler, see `ExecutionPlan.engine_size`.
+            latent: see `ExecutionPlan.engine_size`.
         """
         owner = self.spec.owner_of(component)
         if owner is not self.spec:

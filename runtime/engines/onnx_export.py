@@ -19,6 +19,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import LatentSize
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines.component_programs import CACHE, Program
 from runtime.engines.fp8 import PRODUCT_SCALE, Fp8Part
 from runtime.engines.programs import load_program
@@ -125,8 +126,8 @@ def export_component(spec: ModelSpec, component: str, latent: LatentSize, folder
     """Write a component's programs in float32 with dynamic sizes, and compare each with PyTorch in ONNX Runtime.
 
     Args:
-        latent: (frames, height, width); the files serve any size up to it, that of a frame decoder any number of
-            frames up to it.
+        latent: see `ExecutionPlan.engine_size`; the files serve any size up to it, that of a frame decoder any number
+            of frames up to it, that of a decoder of sound no other length.
 
     Raises:
         EngineError: if a file cannot be written, or differs from PyTorch; that file is removed.
@@ -161,6 +162,9 @@ def _export_profile(program: str, spec: ModelSpec, latent: LatentSize) -> ShapeP
     """Return the profile from the smallest useful size to `latent`; an axis of size 1 would become static."""
     if serves_any_clip(program):
         return ShapeProfile.fixed((1, 1, 1))
+    if program in SOUND_DECODERS:
+        # A spectrogram's frames are no multiple of the latents.
+        return ShapeProfile.fixed(latent)
     if program in FRAME_PROGRAMS:
         # Some decoders choose their way to compute attention by the size.
         return ShapeProfile((1, *latent[1:]), latent, latent)

@@ -14,6 +14,8 @@ The batch size is 1:
     vae_next           z (1, C, n, h, w), cache_0 …                          -> frames (4n, H, W, 3), cache_0 …
     vae_clip           z (1, C, n, h, w)                                     -> frames (4(n - 1) + 1, H, W, 3)
     vae_group_n        the same, of a group of n latent frames, 1 to 5       -> the same, some values beyond -1 and 1
+    audio_vae          sound (1, C, n, bins)                                 -> spectrum (1, channels, frames, bins)
+    vocoder            spectrum (1, channels, frames, bins)                  -> samples (1, channels, samples)
     frame_decoder      latent_frames (n, C, h, w)                            -> decoded_frames (n, channels, H, W)
     upscaler           latent_frames (n, 3, h, w)                            -> decoded_frames (n, 3, H, W)
     interpolator       latent_frames (n, 6, h, w)                            -> decoded_frames (n, 3, h, w)
@@ -33,8 +35,10 @@ A VAE decoder has either `vae_first` and `vae_next`, which decode a clip in step
 which decode groups that overlap (`models.vae_groups`), or `vae_clip`; `ModelSpec.programs` states which. An
 imported engine may be a `vae_clip` for any family.
 
+A profile of `audio_vae` or `vocoder` has n, the latents of the sound, as frames, and 1 as height and width.
+
 Tensors are float32, except the int64 inputs and the caches, which have the dtype that the program computes in. Frames
-are in -1 to 1.
+and samples are in -1 to 1.
 
 Engine keys contain a hash of the code that defines programs (`key_parts.export_revision`): changing it makes every
 engine stale.
@@ -58,6 +62,7 @@ from runtime.models.weights import load_module
 # program's name, and a function that loads the component's weights. The form has these attributes:
 #   text encoder   vocabulary: number of tokens
 #   image encoder  side: pixels of an image's side
+#   sound          input_shape(n): the shape of its input for n latents of the sound
 #   VAE step       cache_count: number of caches
 #   transformer    cuts_text: whether it also takes `text_padding`, see `component_programs.cut_text`; optional
 # For a program of block engines it is a `BlockPart`; the weights are not loaded.

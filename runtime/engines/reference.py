@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from runtime.core.errors import ModelError, TandemError
 from runtime.core.files import remove_partial_files, replace_file
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines.component_programs import Program
 from runtime.engines.key_parts import program_key_parts
 from runtime.engines.programs import MakeForm, load_program
@@ -72,7 +73,7 @@ def load_reference(spec: ModelSpec, component: str, name: str, device: str) -> P
     Raises:
         ModelError: if the weights do not fit the configuration.
     """
-    if name.startswith("vae") or name in FRAME_PROGRAMS:
+    if name.startswith("vae") or name in {*FRAME_PROGRAMS, *SOUND_DECODERS}:
         return load_program(spec, component, name, device=device, dtype="float32")
     make_form: MakeForm = components_of(spec.family).make_form
     form = make_form(spec, name, lambda: load_stored(spec, component)).eval()

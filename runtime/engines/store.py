@@ -36,6 +36,7 @@ from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.locks import held, is_held
 from runtime.core.plan import is_block_program
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines import manifest
 from runtime.models.spec import ModelSpec, component_of
 from runtime.planner.choice.engine_index import (
@@ -532,7 +533,7 @@ def _belongs(record: EngineRecord, transformer: EngineRecord) -> bool:
     """Return whether a plan that uses a transformer's engine may use another component's engine too."""
     if _role(transformer) != "transformer" or _maker(record) != _maker(transformer):
         return False
-    if serves_any_clip(record.key.program):
+    if serves_any_clip(record.key.program) or record.key.program in SOUND_DECODERS:
         return _role(record) != "blocks"
     return any(
         profile.serves((profile.opt[0], *part.opt[1:]))

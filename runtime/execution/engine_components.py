@@ -9,7 +9,14 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from runtime.core.facts import Fact
 from runtime.engines.service import OpenEngines
-from runtime.execution.components import PROMPTED, Denoiser, ImageSampler, ResumableDecoder, VideoEncoder
+from runtime.execution.components import (
+    PROMPTED,
+    Denoiser,
+    ImageSampler,
+    ResumableDecoder,
+    SoundDecoder,
+    VideoEncoder,
+)
 from runtime.execution.engine_failures import failure_of_engine
 from runtime.execution.image_encoder import ImageModel
 from runtime.execution.text_encoder import TextModel
@@ -246,6 +253,28 @@ class EngineVideoDecoder:
             yield from self._engines.fallback().frames(latents, chunk)
         else:
             yield outputs["frames"]
+
+
+class EngineSoundDecoder:
+    """An engine of one of `SOUND_DECODERS` that falls back to PyTorch when it fails.
+
+    Args:
+        program: the engine's.
+    """
+
+    def __init__(self, engines: OpenEngines, fall_back: Callable[[Fact], SoundDecoder], *, program: str) -> None:
+        self._engines = EngineWithFallback(engines, fall_back)
+        self._program = program
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """See `SoundDecoder`."""
+
+        def decode(engines: OpenEngines) -> torch.Tensor:
+            inputs = {"spectrum" if self._program == "vocoder" else "sound": values.float()}
+            (decoded,) = engines.infer(self._program, **inputs).values()
+            return decoded.clone()
+
+        return self._engines.call(decode, lambda decoder: decoder(values))
 
 
 class EngineGroupDecoder:

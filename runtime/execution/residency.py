@@ -17,6 +17,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.disk_caches import COMPILED, QUANTIZED
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines.service import EngineService, OpenEngines
 from runtime.execution.attention import kernels_of, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
@@ -37,6 +38,7 @@ from runtime.execution.engine_components import (
     EngineGroupDecoder,
     EngineImageModel,
     EngineImageSampler,
+    EngineSoundDecoder,
     EngineTextModel,
     EngineVideoDecoder,
     EngineVideoEncoder,
@@ -56,7 +58,6 @@ from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
     LATENT_UPSAMPLER,
-    SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
     TransformerSpec,
@@ -278,7 +279,7 @@ class Residency:
     @contextmanager
     def sound_decoder(self, spec: ModelSpec, job: JobHooks, name: str) -> Iterator[SoundDecoder]:
         """Yield one of `SOUND_DECODERS`, loaded."""
-        with self._use(spec, job, name, _no_engines) as decoder:
+        with self._use(spec, job, name, partial(EngineSoundDecoder, program=name)) as decoder:
             yield decoder
 
     @contextmanager

@@ -40,8 +40,6 @@ CONNECTORS = "connectors"
 LATENT_UPSAMPLER = "latent_upsampler"
 # An entry of `ModelSpec.lacks`.
 ROW_KERNELS = "row_kernels"
-# The components that decode sound, in the order they run.
-SOUND_DECODERS = ("audio_vae", "vocoder")
 # The only component, and its only program, of a model that decodes single frames and makes no videos.
 FRAME_DECODER = "frame_decoder"
 # Programs of single frames, whose batch size is the number of frames.
@@ -363,6 +361,10 @@ class SoundLatents:
     def shape(self, frames: int, fps: float) -> tuple[int, int, int, int]:
         """Return (batch, channels, latents, bins) of the sound of a clip."""
         return 1, self.channels, max(round(frames / fps * self.per_second), 1), self.bins
+
+    def seconds(self, latents: int) -> float:
+        """Return how long the sound of so many latents is."""
+        return latents / self.per_second
 
 
 @dataclass(frozen=True, kw_only=True)

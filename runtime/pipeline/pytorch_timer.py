@@ -15,7 +15,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, MachineError, ran_out
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, is_block_program
-from runtime.core.request import ALL, GenerationRequest
+from runtime.core.request import ALL, SOUND_DECODERS, GenerationRequest
 from runtime.engines.key_parts import tokens_of
 from runtime.engines.service import EngineService
 from runtime.machine.probe import gpu_index
@@ -285,9 +285,9 @@ class PyTorchTimerFactory:
     def __call__(self, spec: ModelSpec, component: str, key: EngineKey, device: str) -> PyTorchTimer | None:
         """Return the timer for an engine's size; `None` if PyTorch cannot make such a clip here.
 
-        Networks of single frames run in PyTorch as their programs do, which are measured anyway.
+        Networks of single frames and decoders of sound run in PyTorch as their programs do, which are measured anyway.
         """
-        if spec.only_decodes:
+        if spec.only_decodes or component in SOUND_DECODERS:
             return None
         spec = replace(
             spec, loras=(), image=None, last_image=None, video=None, interpolator=None, upscaler=None

@@ -20,9 +20,9 @@ from runtime.core.errors import CheckpointError, EngineError, OutputError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
-from runtime.core.request import UPSCALER
+from runtime.core.request import SOUND_DECODERS, UPSCALER
 from runtime.execution.residency import Residency
-from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler, with_given_levels
 from runtime.pipeline.checkpoint import (
     Checkpoint,

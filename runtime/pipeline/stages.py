@@ -19,13 +19,14 @@ from runtime.core.errors import BadResultError, InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import Denoiser, StreamDenoiser, VideoEncoder
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
-from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, SOUND_DECODERS, VAE_ENCODER, ModelSpec
+from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
 from runtime.models.videos import open_video
 from runtime.pipeline.checkpoint import restore_scheduler

@@ -11,7 +11,7 @@ from math import erfc, isclose, sqrt
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
-from runtime.core.request import AUTO, OFF, GenerationRequest
+from runtime.core.request import AUTO, OFF, SOUND_DECODERS, GenerationRequest
 from runtime.core.sparse_attention import BLOCK, TAU, exact_share
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
@@ -20,7 +20,6 @@ from runtime.models.spec import (
     IMAGE_ENCODER,
     LATENT_UPSAMPLER,
     ROW_KERNELS,
-    SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
     attention_flops,

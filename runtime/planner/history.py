@@ -13,7 +13,7 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import PYTORCH, ComponentPlan, EngineRef, ExecutionPlan, Speed
-from runtime.core.request import OFF
+from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
@@ -21,7 +21,6 @@ from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
     LATENT_UPSAMPLER,
-    SOUND_DECODERS,
     VAE_ENCODER,
     ModelSpec,
     is_transformer,

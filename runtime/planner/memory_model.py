@@ -10,17 +10,18 @@ from math import prod
 
 from runtime.core.estimates import MemoryStrategy, StageMemory
 from runtime.core.plan import EngineRef, ExecutionPlan, LatentSize, Speed, Split, is_block_program
+from runtime.core.request import SOUND_DECODERS
 from runtime.core.step_cache import FIRST_BLOCK, MAGCACHE, NONE, TAYLORSEER, kind_of
 from runtime.core.tiles import times_decoded
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
     LATENT_UPSAMPLER,
-    SOUND_DECODERS,
     VAE_ENCODER,
     ImageInput,
     ModelSpec,
     RefinementSpec,
+    SoundLatents,
     SoundPart,
     is_text_encoder,
     is_transformer,
@@ -169,8 +170,7 @@ class Workload:
 
     def sound_part(self, component: str) -> SoundPart:
         """Return what one of `SOUND_DECODERS` computes for each of them."""
-        assert self.spec.sound_latents is not None
-        return self.spec.sound_latents.parts[component]
+        return _sound(self.spec).parts[component]
 
     @property
     def refinement(self) -> RefinementSpec:
@@ -185,7 +185,7 @@ class Workload:
     def flops(self, component: str, tile: int | None = None) -> float:
         """Return the operations of one call of a component; see `call_flops`."""
         if component in SOUND_DECODERS:
-            return self.sound_latents * self.sound_part(component).flops
+            return call_flops(self.spec, component, (self.sound_latents, 1, 1))
         if component == LATENT_UPSAMPLER:
             return prod(self.latent_shape[2:]) * self.refinement.flops
         frames, height, width = self.latent_shape[2:]
@@ -196,7 +196,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
     """Return the operations of one call of a component; of the whole clip for the VAE.
 
     Args:
-        latent: (frames, height, width) of the clip in latent units.
+        latent: (frames, height, width) of the clip in latent units; (latents, 1, 1) of the sound for its decoders.
         tile: side of the tiles that the VAE decodes frames in, in latents; overlaps are decoded twice.
     """
     if is_text_encoder(component) or component == CONNECTORS:
@@ -206,6 +206,8 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
     if is_transformer(component):
         tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
         return spec.transformer.forward_flops(tokens, spec.context_tokens)
+    if component in SOUND_DECODERS:
+        return latent[0] * _sound(spec).parts[component].flops
     if component == VAE_ENCODER:
         whole = spec.input_encoder.encode_flops(*_encoded_clip(spec, latent), video=spec.video is not None)
         return whole * times_decoded(*latent[1:], tile)
@@ -218,6 +220,11 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
 def _image_input(spec: ModelSpec) -> ImageInput:
     assert spec.image_input is not None, "only models that start from images have these components"
     return spec.image_input
+
+
+def _sound(spec: ModelSpec) -> SoundLatents:
+    assert spec.sound_latents is not None, "only models that denoise sound have these components"
+    return spec.sound_latents
 
 
 def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
@@ -450,6 +457,8 @@ def _stage(
 def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: Mapping[str, int]) -> int:
     spec, dtype = workload.spec, workload.precision(name)
     on_engine = name in workload.engine_bytes
+    if on_engine and name in SOUND_DECODERS and workload.context_bytes([name]):
+        return _BUFFER_SETS * _samples_bytes(workload)
     if on_engine and name not in {"vae", VAE_ENCODER} and workload.context_bytes([name]):
         # Inputs and outputs are latents and texts.
         return _BUFFER_SETS * spec.max_sequence_length * spec.transformer.text_dim * DTYPE_BYTES["float32"]
@@ -479,6 +488,13 @@ def _working(workload: Workload, strategy: MemoryStrategy, name: str, weights: M
         return workload.working_sets * passes + text_size + cached
     exchanged = _EXCHANGE_TENSORS * share * spec.transformer.width * DTYPE_BYTES[dtype]
     return passes + text_size + cached + exchanged
+
+
+def _samples_bytes(workload: Workload) -> int:
+    """Return the bytes of the samples of a clip's sound; a spectrogram has fewer."""
+    spec, latents = workload.spec, workload.sound_latents
+    assert spec.sound is not None
+    return round(_sound(spec).seconds(latents) * spec.sound.rate) * spec.sound.channels * _FLOAT32
 
 
 def _part_bytes(workload: Workload, strategy: MemoryStrategy, name: str, dtype: str) -> int:

@@ -11,10 +11,10 @@ from runtime.core.errors import InvalidRequestError, MachineError
 from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, Split
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, SOUND_DECODERS, GenerationRequest
 from runtime.machine.compatibility import cuda_problem
 from runtime.machine.probe import Machine, seen_from
-from runtime.models.spec import IMAGE_ENCODER, SOUND_DECODERS, VAE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec, is_transformer
 from runtime.planner import constraints
 from runtime.planner.choice.engine_offers import EngineOffer, refused
 

@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Refinement, Split, default_crf, skipped_steps
-from runtime.core.request import ALL, AUTO, FINISHERS, IDLE, OFF, STRENGTH, Auto, GenerationRequest
+from runtime.core.request import ALL, AUTO, FINISHERS, IDLE, OFF, SOUND_DECODERS, STRENGTH, Auto, GenerationRequest
 from runtime.core.step_cache import (
     MAGCACHE,
     NONE,
@@ -341,11 +341,18 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     settings = _Settings.of(request, spec)
     device, dtypes, reason, free = place(spec, machine, context.gpu, request.vae_precision)
     latent_size = spec.latent_shape(settings.frames, settings.height, settings.width)[2:]
+    sound = spec.sound_latents
+    sound_size = None if sound is None else (sound.shape(settings.frames, settings.fps)[2], 1, 1)
 
     @cache
     def offered(component: str) -> Sequence[EngineOffer]:
         left_out = request.backend(component) == PYTORCH and not context.compares
-        return () if left_out else context.offers(component, latent_size, device)
+        size = latent_size
+        if component in SOUND_DECODERS and sound_size is not None:
+            size = sound_size
+            # They do not run.
+            left_out = left_out or (request.sound == OFF and request.backend(component) == AUTO)
+        return () if left_out else context.offers(component, size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
     # A GPU for the pass without the prompt would be idle where that pass is left out, so all share each pass.

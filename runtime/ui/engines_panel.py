@@ -13,7 +13,7 @@ from runtime.core.errors import EngineError, InvalidRequestError, TandemError
 from runtime.core.facts import Fact, lowered
 from runtime.core.messages.components import TITLES, title_of
 from runtime.core.plan import BACKEND_TITLES, PYTORCH, ExecutionPlan, LatentSize, is_block_program
-from runtime.core.request import FINISHERS
+from runtime.core.request import FINISHERS, SOUND_DECODERS
 from runtime.core.request_fields import AUTO
 from runtime.core.units import about, byte_size, counted
 from runtime.engines.builders import builders_of
@@ -307,6 +307,9 @@ def _profile_text(program: str, profile: ShapeProfile, spec: ModelSpec | None) -
 
 def _size_text(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
     frames, height, width = latent
+    if program in SOUND_DECODERS:
+        known = spec and spec.sound_latents
+        return f"{known.seconds(frames):.1f} s of sound" if known else f"{counted(frames, 'latent')} of sound"
     if spec is None:
         return f"{frames} × {height} × {width} latent"
     pixels = formatting.size(width * spec.vae.scale_factor_spatial, height * spec.vae.scale_factor_spatial)

@@ -461,6 +461,12 @@ def test_sizes_are_in_pixels_and_frames(
         assert "latent" in supported_sizes(made, None)
 
 
+def test_a_decoder_of_sound_has_a_length(tiny: Callable[[str], ModelSpec]) -> None:
+    made = record(key(program="vocoder", profiles=(ShapeProfile.fixed((50, 1, 1)),)))
+    assert supported_sizes(made, tiny("ltx-2")) == "2.0 s of sound"
+    assert supported_sizes(made, None) == "50 latents of sound"
+
+
 def test_an_imported_engine_is_marked(tiny: Callable[[str], ModelSpec]) -> None:
     made = record(key(builder="imported", program="vae_clip"), build_seconds=0.0)
     html = table_html([Entry(made, tiny("wan2.1"), [], BreakEven(0, 2))])

@@ -93,6 +93,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.names": Message("{names:list}"),
     "engine.names_and_more": Message("{names:list} and {more} more"),
     "engine.size": Message("{frames:n latent frame} of {width}x{height}"),
+    "engine.sound_size": Message("{latents:n latent} of sound"),
     "engine.range": Message("{low} to {high}"),
     "engine.no_size": Message("no size"),
     "engine.stale_without_model": Message("Its model {model} is not installed."),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from runtime.core.facts import Fact
 from runtime.core.plan import is_block_program
-from runtime.core.request import INTERPOLATOR
+from runtime.core.request import INTERPOLATOR, SOUND_DECODERS
 from runtime.engines.child import Report
 from runtime.engines.key_parts import (
     architecture_digest,
@@ -70,13 +70,13 @@ class Builder(ABC):
 
         Measured: on a CPU block engines, and the interpolator's (`docs/interpolate.md`); on a GPU engines of the VAE,
         with every backend (`bench/h200.md`). Images are encoded once per video, and PyTorch encodes only the frames
-        that differ.
+        that differ. Not measured: decoders of sound on a GPU, which are convolutions in float32, as that VAE is.
         """
         if component == INTERPOLATOR:
             return device == "cpu"
         if component in {IMAGE_ENCODER, VAE_ENCODER}:
             return True
-        return component == "vae" if device != "cpu" else self.kind == "blocks"
+        return component in {"vae", *SOUND_DECODERS} if device != "cpu" else self.kind == "blocks"
 
     def key(
         self,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runtime.core.environment import environment_variables
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
-from runtime.core.request import FINISHERS
+from runtime.core.request import FINISHERS, SOUND_DECODERS
 from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
 from runtime.machine.probe import Machine, cpp_compiler
@@ -59,11 +59,11 @@ class InductorBuilder(Builder):
         frames by less than 8-bit color does (57, 63 and 74 dB). Everything else runs in float32, because a
         transformer's rounding errors accumulate over the steps (41 dB in bfloat16, measured on the shipped model). On a
         GPU the transformer and the text encoder run in bfloat16, in which large models are trained; they would not fit
-        otherwise. The image encoder runs in float32, as its authors run it.
+        otherwise. The image encoder and decoders of sound run in float32, as their authors run them.
         """
         if device == "cpu":
             return "bfloat16" if program.startswith(("vae", *FINISHERS)) and machine.cpu_has_bfloat16 else "float32"
-        return "float32" if program.startswith(("vae", IMAGE_ENCODER)) else "bfloat16"
+        return "float32" if program.startswith(("vae", IMAGE_ENCODER, *SOUND_DECODERS)) else "bfloat16"
 
     def keeps_weights(self, program: str, profiles: tuple[ShapeProfile, ...], device: str) -> bool:
         frozen = program == "vae_next" and all(profile.min == profile.max for profile in profiles)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.files import remove_partial_files, replace_file
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.child import Report
 from runtime.engines.key_parts import BLOCK_TOKENS, TOKENS_OPTION
@@ -85,7 +86,7 @@ class TensorRTBuilder(Builder):
           float16's eleven bits are closer to the weights than bfloat16's eight.
         - text_encoder: bfloat16, in which UMT5 was trained; its feed-forward layers overflow in float16. It runs
           twice per clip, so float32 costs little time where bfloat16 is not available.
-        - image_encoder: float32, as its authors run it.
+        - image_encoder and decoders of sound: float32, as their authors run them.
         - VAE: bfloat16, as PyTorch decodes with large models: in float32, TensorRT uses no tensor cores, and is slower
           than PyTorch with TF32 (376 against 133 ms on an H200). float16 leaves little range for its activations.
         """
@@ -532,7 +533,7 @@ def _block_precision(spec: ModelSpec) -> str:
 def _usual_precision(program: str) -> str:
     if program == "transformer":
         return "float16"
-    if program == IMAGE_ENCODER:
+    if program in {IMAGE_ENCODER, *SOUND_DECODERS}:
         return "float32"
     return "bfloat16" if _major_version() >= _FIRST_WITH_BFLOAT16 else "float32"
 
@@ -545,6 +546,9 @@ def activation_bytes(spec: ModelSpec, program: str, profile: ShapeProfile, preci
         return denoise_bytes(spec, tokens, precision)
     if serves_any_clip(program):
         return 0
+    if program in SOUND_DECODERS:
+        assert spec.sound_latents is not None
+        return round(frames * spec.sound_latents.parts[program].values) * DTYPE_BYTES[precision]
     scale = spec.vae.scale_factor_spatial
     if program.startswith(VAE_ENCODER):
         return encoder_step_bytes(spec, height * scale, width * scale, precision)

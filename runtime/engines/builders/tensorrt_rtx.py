@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.plan import is_block_program
+from runtime.core.request import SOUND_DECODERS
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.builders.tensorrt import (
     activation_bytes,
@@ -65,9 +66,7 @@ class TensorRTRTX(Builder):
 
         GPUs without bfloat16 have block engines only.
         """
-        if program == IMAGE_ENCODER:
-            return "float32"
-        return "float16" if program == "transformer" or is_block_program(program) else "bfloat16"
+        return _usual_precision(program)
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         major, minor = gpu_of_machine(machine, device).capability
@@ -77,7 +76,7 @@ class TensorRTRTX(Builder):
         return (*PACKAGES, "onnxscript", "torch")
 
     def needs(self, spec: ModelSpec, program: str, profile: ShapeProfile) -> BuildNeeds:
-        precision = {"transformer": "float16", IMAGE_ENCODER: "float32"}.get(program, "bfloat16")
+        precision = _usual_precision(program)
         weights = weights_bytes(spec, program, precision)
         # RAM: the parser's and the builder's copies of the weights; the plan is written piece by piece. Disk: the ONNX
         # file and the plan. GPU: the module and, while they are compared, the engine.
@@ -171,3 +170,9 @@ def _set_capability(trt: Any, config: Any, capability: str) -> None:
     config.num_compute_capabilities = 1
     if not config.set_compute_capability(target, 0):
         raise EngineError("engine.rtx_capability_refused", capability=capability)
+
+
+def _usual_precision(program: str) -> str:
+    if program in {IMAGE_ENCODER, *SOUND_DECODERS}:
+        return "float32"
+    return "float16" if program == "transformer" or is_block_program(program) else "bfloat16"

@@ -13,10 +13,12 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 
 from runtime.core.plan import EAGER, Speed
+from runtime.core.request import SOUND_DECODERS
 from runtime.execution.components import SoundDecoder, StripDecoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
+from runtime.families.ltx2.sound_programs import SpectrumForm, VocoderForm
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import (
     PyTorchImageEncoder,
@@ -116,5 +118,7 @@ def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """See `engines.programs.MakeForm`."""
-    del spec
+    if program in SOUND_DECODERS:
+        assert spec.sound_latents is not None
+        return (VocoderForm if program == "vocoder" else SpectrumForm)(load(), spec.sound_latents)
     return VaeClipForm(load()) if program == CLIP_PROGRAM else VaeImageForm(load())

@@ -44,15 +44,15 @@ VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_he
 # more than their text, so they are separate calls. CUDA graphs of them were never recorded on a GPU yet.
 _LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
 _UNSUPPORTED = frozenset({"gpus", "guidance_cache"})
-# The components in the order they run; engines are built of the VAE's parts.
+# The components in the order they run; engines are built of the VAE's parts and of the sound's.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
     CONNECTORS: (),
     VAE_ENCODER: ("vae_encoder_first",),
     "transformer": (),
     "vae": (CLIP_PROGRAM,),
-    "audio_vae": (),
-    "vocoder": (),
+    "audio_vae": ("audio_vae",),
+    "vocoder": ("vocoder",),
 }
 _FLOAT32 = 4
 # In the names of the publishers' files and models.

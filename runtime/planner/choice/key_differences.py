@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from runtime.core.facts import Fact
 from runtime.core.plan import LatentSize
+from runtime.core.request import SOUND_DECODERS
 from runtime.planner.choice.engine_index import EngineKey, ShapeProfile, is_of_gpu
 
 # The code of the difference between engines of other weights.
@@ -76,7 +77,10 @@ def _differing_identity(target: EngineKey, existing: EngineKey) -> Iterator[Fact
 
 def _differing_build(target: EngineKey, existing: EngineKey, scale: int) -> Iterator[Fact]:
     if target.profiles != existing.profiles:
-        sizes = {"found": _sizes(existing.profiles, scale), "wanted": _sizes(target.profiles, scale)}
+        sizes = {
+            "found": _sizes(existing.program, existing.profiles, scale),
+            "wanted": _sizes(target.program, target.profiles, scale),
+        }
         yield Fact("engine.differs_sizes", sizes)
     if target.precision != existing.precision:
         yield Fact("engine.differs_precision", {"found": existing.precision, "wanted": target.precision})
@@ -139,13 +143,15 @@ def _title(name: str) -> str:
     return _TITLES.get(name, name)
 
 
-def _sizes(profiles: tuple[ShapeProfile, ...], scale: int) -> list[Fact]:
-    return [_size(profile, scale) for profile in profiles] or [Fact("engine.no_size")]
+def _sizes(program: str, profiles: tuple[ShapeProfile, ...], scale: int) -> list[Fact]:
+    return [_size(program, profile, scale) for profile in profiles] or [Fact("engine.no_size")]
 
 
-def _size(profile: ShapeProfile, scale: int) -> Fact:
+def _size(program: str, profile: ShapeProfile, scale: int) -> Fact:
     def size(latent: LatentSize) -> Fact:
         frames, height, width = latent
+        if program in SOUND_DECODERS:
+            return Fact("engine.sound_size", {"latents": frames})
         return Fact("engine.size", {"frames": frames, "height": height * scale, "width": width * scale})
 
     if profile.min == profile.max:

@@ -21,12 +21,13 @@ from runtime.core.events import (
     Warned,
 )
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import SOUND_DECODERS
 from runtime.execution.residency import Residency
 from runtime.execution.streams import Streams
 from runtime.families.ltx2.conditioning import PyTorchConnectors
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import PyTorchSpectrumDecoder, PyTorchVideoDecoder, PyTorchVocoder
-from runtime.models.spec import SOUND_DECODERS, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.pipeline import checkpoint
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.test_second_family import frames

@@ -253,15 +253,16 @@ def test_what_the_family_does_not_make_is_refused(
 
 def test_engines_that_are_asked_for_are_reported_as_lacking(command: Command, tiny: Tiny) -> None:
     model = str(tiny("ltx-2").directory)
-    for backend, lacking in (("all=onnxruntime", None), ("vocoder=tensorrt", {"vocoder"})):
+    able = {"vae", "audio_vae", "vocoder"}
+    for backend, lacking in (("all=onnxruntime", None), ("connectors=tensorrt", {"connectors"})):
         code, made = command("plan", "a", "--model", model, *SIZE, "--backend", backend)
         parts = made["plan"]["components"]
         assert code == 0
-        of_engines = {"vae"} if lacking is None else set()
+        of_engines = able if lacking is None else set()
         assert {name for name, part in parts.items() if part["backend"] != "pytorch"} == of_engines
         codes = {name: [reason["code"] for reason in part["reasons"]] for name, part in parts.items()}
         named = {name for name, reasons in codes.items() if "planner.not_supported" in reasons}
-        assert named == (lacking or set(parts) - {"vae", "vae_encoder"})
+        assert named == (lacking or set(parts) - able - {"vae_encoder"})
 
 
 def test_parameters_are_those_of_the_files(tiny: Tiny, tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from diffusers.pipelines.ltx2.utils import DEFAULT_IMAGE_CRF, DISTILLED_SIGMA_VA
 
 from runtime.core.cancel import Cancel
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import SOUND_DECODERS
 from runtime.execution.components import Denoiser, StreamDenoiser
 from runtime.execution.residency import Residency
 from runtime.families.ltx2.spec import DISTILLED_LEVELS
 from runtime.models.images import find_image
 from runtime.models.registry import read_spec
-from runtime.models.spec import SOUND_DECODERS, ModelSpec, StreamGuidance
+from runtime.models.spec import ModelSpec, StreamGuidance
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, get_schedule
 from runtime.pipeline.stages import image_latents, images_of
