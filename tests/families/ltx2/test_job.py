@@ -19,7 +19,7 @@ from runtime.pipeline import stages
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.conftest import Command
 from tests.families.test_second_family import frames
-from tests.image_files import saved
+from tests.image_files import saved, with_saved
 from tests.models.hub import of_folder, served
 from tests.pipeline.computed_blocks import blocks_computed
 from tests.pipeline.runs import events_of
@@ -178,13 +178,16 @@ def test_a_paused_job_resumes_to_the_same_video_and_sound(
     assert np.array_equal(sounds[0].samples, sounds[1].samples)
 
 
+@pytest.mark.parametrize("images", [(), ("image", "last_image")])
 @pytest.mark.parametrize("step_cache", ["first-block:0.9", "taylorseer:2"])
-def test_a_step_cache_leaves_out_blocks_of_every_pass(step_cache: str, tiny: Tiny, tmp_path: Path) -> None:
-    spec = tiny("ltx-2.3")
+def test_a_step_cache_leaves_out_blocks_of_every_pass(
+    step_cache: str, images: tuple[str, ...], tiny: Tiny, tmp_path: Path
+) -> None:
+    spec, files = with_saved(tiny("ltx-2.3"), images, tmp_path)
 
     def made(cache: str, residency: Residency) -> tuple[int, bytes]:
         """Return how many feed-forwards were computed, and the frames."""
-        fields = {"negative_prompt": "blue ball", "guidance_scale": 3.0, "steps": 8, "step_cache": cache}
+        fields = {"negative_prompt": "blue ball", "guidance_scale": 3.0, "steps": 8, "step_cache": cache, **files}
         plan = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64, **fields)
         events: list[Any] = []
         count = blocks_computed(lambda: events.extend(events_of(plan, spec, residency)))
