@@ -86,16 +86,22 @@ PASSES: dict[str, tuple[Speed | str | None, str]] = {
     "diffusers": (None, ""),
     "diffusers-compiled": (COMPILED, ""),
     "plain": (EAGER, ""),
+    # Fused projections stay fused.
+    "unfused": (Speed(attention="best", text_kept=True), ""),
+    "graphed-unfused": (Speed(attention="best", text_kept=True, graphed=True), ""),
     "uncompiled": (Speed(attention="best", fused=True, text_kept=True), ""),
+    "graphed": (Speed(attention="best", fused=True, text_kept=True, graphed=True), ""),
     "native": (Speed(compiled=True, fused=True, text_kept=True), ""),
     "cudnn": (Speed(attention="cudnn", compiled=True, fused=True, text_kept=True), ""),
     "compiled": (Speed(attention="best", compiled=True, fused=True, text_kept=True), ""),
     "fp8-uncompiled": (Speed(attention="best", text_kept=True), FP8),
+    "fp8-graphed": (Speed(attention="best", text_kept=True, graphed=True), FP8),
     "fp8": (Speed(attention="best", compiled=True, text_kept=True), FP8),
     "fp8-all-uncompiled": (Speed(attention="fp8", text_kept=True), FP8),
+    "fp8-all-graphed": (Speed(attention="fp8", text_kept=True, graphed=True), FP8),
     "fp8-all": (Speed(attention="fp8", compiled=True, text_kept=True), FP8),
 }
-DEFAULT = "diffusers,diffusers-compiled,uncompiled,compiled,fp8-uncompiled,fp8,fp8-all"
+DEFAULT = "diffusers,diffusers-compiled,uncompiled,graphed,compiled,fp8-uncompiled,fp8-graphed,fp8,fp8-all"
 # Fields of a request; `None` is diffusers' pipeline.
 CLIPS: dict[str, dict[str, Any] | None] = {
     "diffusers": None,
@@ -154,6 +160,7 @@ class LtxBench(Bench):
             "spread": spread,
             "peak": torch.cuda.max_memory_allocated(),
             "weights": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
         }
 
 
@@ -186,7 +193,11 @@ def case(bench: LtxBench, config: Any, size: str) -> tuple[Streams, Inputs]:
 
 
 def usable(bench: LtxBench, speed: Speed, width: int) -> Speed:
-    """Return the options with "best" replaced by the fastest exact kernel that runs; others that cannot run raise."""
+    """Return the options with "best" replaced by the fastest exact kernel that runs; others that cannot run raise.
+
+    Without CUDA, nothing is recorded.
+    """
+    speed = speed.replace(graphed=speed.graphed and bench.cuda)
     if speed.attention == "best":
         kinds = ("flash4", "cudnn") if bench.cuda else ()
         able = [kind for kind in kinds if problem(kind, bench.device, bench.dtype, width) is None]
@@ -214,7 +225,7 @@ def passes(bench: LtxBench) -> None:
     """Measure one forward pass of each variant and size."""
     arguments = bench.arguments
     asked, sizes = (arguments.variants or DEFAULT).split(","), arguments.sizes.split(",")
-    # In this order: blocks of diffusers stay compiled, and FP8 once is FP8 for good.
+    # In this order: blocks of diffusers stay compiled, projections fused, and FP8 once is FP8 for good.
     chosen = [name for name in PASSES if name in asked]
     wanted: dict[str, torch.Tensor] = {}
     groups: dict[tuple[bool, str], list[str]] = {}
@@ -259,13 +270,19 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
     speed, _ = PASSES[name]
     streams, given = case(bench, module.config, size)
     times = torch.tensor(500.0, device=bench.device)
-    kernel = None
+    kernel, recording = None, None
+
+    def again() -> None:
+        """Discard a recorded pass, which has the blocks and the kernels of its recording."""
+
     if isinstance(speed, Speed):
         speed = usable(bench, speed, module.config.attention_head_dim)
         kernel = speed.attention
         denoiser = PyTorchStreamDenoiser(module)
         denoiser.compute(speed, raise_if_degraded)
         denoiser.see(streams, ())
+        if speed.graphed:
+            again = partial(denoiser.compute, speed, raise_if_degraded)
         run: Run = partial(denoiser, given.latents, times, given.text)
     else:
         if speed == COMPILED:
@@ -275,6 +292,12 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
     run()
     bench.wait()
     first = time.perf_counter() - started
+    if isinstance(speed, Speed) and speed.graphed:
+        again()
+        started = time.perf_counter()
+        run()
+        bench.wait()
+        recording = round(time.perf_counter() - started, 2)
     run()
     found = bench.median(run)
     tokens = streams.video[2] * streams.video[3] * streams.video[4]
@@ -282,20 +305,25 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
     errors = None
     if wanted is not None:
         with first_blocks(module, bench.arguments.reference_blocks):
+            again()
+            run()
             pairs = zip(streams.split(run().float()), streams.split(wanted.float()), strict=True)
             errors = [float(f"{relative_error(got, exact):.3g}") for got, exact in pairs]
+        again()
     what: dict[str, Any] = {"part": "passes", "variant": name, "clip": size}
     bench.say(
         **what,
         tokens=tokens,
         attention=kernel,
         first=round(first, 2),
+        recording=recording,
         **found,
         floor=round(operations / PEAK, 3),
         tera=round(operations / found["seconds"] / 1e12, 1),
         errors=errors,
     )
     if bench.arguments.profile:
+        run()
         profile(bench, f"{name}-{size}", run, what)
 
 

@@ -6,7 +6,7 @@ embedding, text and time embedding, last projection), norms and modulation keep 
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -125,22 +125,55 @@ def install_fp8_linear(module: Any) -> None:
 
 def _linear(self: Any, x: Any) -> Any:
     """Return `torch.nn.Linear.forward`'s result."""
-    import torch
-    from torch.nn.functional import ScalingType, linear, scaled_mm
+    from torch.nn.functional import linear
 
-    from runtime.models.row_operations import computed, quantize_rows
+    from runtime.models.row_operations import quantize_rows
+
+    if x.shape[:-1].numel() < _FEW_ROWS:
+        return linear(x, self.weight) + self.bias
+    if not _rounds_in_a_kernel(x):
+        return linear(x, self.weight, self.bias)
+    return _product(self, x, quantize_rows)
+
+
+def linear_of_gelu(layer: Any, x: Any) -> Any:
+    """Return a linear layer's result of the GELU of `x`, approximated with tanh, (batch, tokens, width).
+
+    After `install_fp8_linear`, one kernel computes and rounds it.
+    """
+    from torch.nn.functional import gelu
+
+    from runtime.models.row_operations import quantize_gelu_rows
+
+    # A compiler fuses both itself. Hooks and adapters replace or wrap the layer.
+    rounds = _rounds_in_a_kernel(x) and x.shape[:-1].numel() >= _FEW_ROWS
+    if rounds and getattr(layer.forward, "__func__", None) is _linear:
+        return _product(layer, x, quantize_gelu_rows)
+    return layer(gelu(x, approximate="tanh"))
+
+
+def _rounds_in_a_kernel(x: Any) -> bool:
+    """Return whether the input of a layer in FP8 is rounded by a kernel of `row_operations`."""
+    import torch
+
+    return x.device.type == "cuda" and not torch.compiler.is_compiling()
+
+
+def _product(layer: Any, x: Any, quantize: Callable[[Any], Any]) -> Any:
+    """Return the result of a layer in FP8, whose input a function of `row_operations` rounds.
+
+    torchao computes the same, but its rounding takes several kernels where nothing is compiled.
+    """
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    from runtime.models.row_operations import computed
 
     rows = x.shape[:-1].numel()
-    if rows < _FEW_ROWS:
-        return linear(x, self.weight) + self.bias
-    if torch.compiler.is_compiling() or x.device.type != "cuda":
-        return linear(x, self.weight, self.bias)
-    # What torchao computes, whose rounding of `x` takes several kernels where nothing is compiled.
-    data, scale = (fp8_tensor(self.weight, suffix) for suffix in (FP8_DATA, FP8_SCALE))
-    rounded, scales = computed(quantize_rows, x.reshape(rows, -1), fewest=0)
+    data, scale = (fp8_tensor(layer.weight, suffix) for suffix in (FP8_DATA, FP8_SCALE))
+    rounded, scales = computed(quantize, x.reshape(rows, -1), fewest=0)
     by_row = ScalingType.RowWise
     product: Any = scaled_mm(
-        rounded, data.t(), scales, by_row, scale.t(), by_row, bias=self.bias, output_dtype=x.dtype, use_fast_accum=True
+        rounded, data.t(), scales, by_row, scale.t(), by_row, bias=layer.bias, output_dtype=x.dtype, use_fast_accum=True
     )
     return product.unflatten(0, x.shape[:-1])
 

@@ -14,6 +14,8 @@ from runtime.models.row_operations import Modulation
 
 _LARGEST = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(1e-12)
+# Of GELU approximated with tanh: the root of 2/π, and the factor of the cube.
+_GELU_FACTOR, _GELU_CUBIC = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 # Of all published transformers' norms.
 _EPSILON = 1e-6
 # Values for one warp of a program, and values of a program where tokens do not matter.
@@ -173,12 +175,17 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     x,
     rounded,
     scales,
+    activates: tl.constexpr,
     width: tl.constexpr,
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < width
     value = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if activates:
+        # 1 + tanh(z) is twice the sigmoid of 2z.
+        inner = _GELU_FACTOR * (value + _GELU_CUBIC * value * value * value)
+        value = (value * tl.sigmoid(2 * inner)).to(x.dtype.element_ty).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value)), _SMALLEST_AMAX) / _LARGEST
     value = tl.minimum(tl.maximum(value / scale, -_LARGEST), _LARGEST)
     tl.store(rounded + row * width + column, value.to(rounded.dtype.element_ty), mask=inside)
@@ -318,12 +325,21 @@ def norm_rotate(
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `row_operations.quantize_rows`."""
+    return _quantized(x, activates=False)
+
+
+def quantize_gelu_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `row_operations.quantize_gelu_rows`."""
+    return _quantized(x, activates=True)
+
+
+def _quantized(x: torch.Tensor, *, activates: bool) -> tuple[torch.Tensor, torch.Tensor]:
     x = x.contiguous()
     rows, width = x.shape
     rounded = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _quantize_kernel[(rows,)](x, rounded, scales, width, **_block(width))
+        _quantize_kernel[(rows,)](x, rounded, scales, activates, width, **_block(width))
     return rounded, scales
 
 

@@ -154,6 +154,11 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (values / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 
+def quantize_gelu_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `quantize_rows` of the GELU of rows (tokens, width), approximated with tanh, in the dtype of `x`."""
+    return quantize_rows(F.gelu(x, approximate="tanh"))
+
+
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return a tensor in e4m3, times a factor, a scalar."""
     return (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)

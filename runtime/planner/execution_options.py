@@ -16,10 +16,11 @@ from runtime.core.request import AUTO, OFF
 from runtime.core.sparse_attention import HEAD_WIDTH, LEAST_TOKENS, is_sparse, tau_of
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
+from runtime.models.quantization import FP8
 from runtime.models.spec import ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
-from runtime.planner.forecast import ForecastInputs, call_seconds, compiled_speedup
+from runtime.planner.forecast import ForecastInputs, call_seconds, compiled_speedup, memory
 from runtime.planner.history import attention_seconds, clips_made, compile_seconds, compiled_code, device_name
 from runtime.planner.memory_model import DTYPE_BYTES
 
@@ -33,6 +34,10 @@ _PAIRED_TOKENS = 4096
 _KERNELS_PER_BLOCK, _LAUNCH_SECONDS = 60, 5e-6
 # A measured call includes launches, so it is launch-bound up to this multiple of their time.
 _MEASURED_CALL_RATIO = 4.0
+# Blocks of a video and its sound launch several times as many kernels, those of the sound for few values: on an H200,
+# launching LTX-2's 48 blocks takes up to 0.3 s, a third of it without any kernel running (bench/gpu/ltx2.py). Up to so
+# many tokens of the video they are recorded instead of compiled, if the graphs' memory leaves a share of free memory.
+_GRAPHED_TOKENS, _GRAPHED_SHARE = 20_000, 0.9
 # Seconds of compiling a model, blocks and VAE, if it was not measured on this machine: 6 s on an H200's host with 16
 # cores, 2 s from the cache on the disk. Inductor compiles on all cores; with few, it took 20 s.
 _COMPILE_SECONDS, _COMPILE_CORES, _COMPILE_AT_MOST = 6.0, 16, 20.0
@@ -109,10 +114,7 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
             # Block engines read the weights of each projection.
             fused=inputs.workload.cuda and resident and not inputs.in_blocks and "fused" not in lacks,
         )
-        single = inputs.workload.cuda and resident and not _passes_apart(inputs) and "graphed" not in lacks
-        # A graph would replay the kernels of the step in which it was recorded.
-        single = single and base.sparse_tau is None
-        base = base.replace(graphed=single and _launch_bound(inputs, strategy, base))
+        base = base.replace(graphed=_graphed(inputs, strategy, base))
     decided = _compiled(inputs, strategy, base)
     seconds = _compiling(inputs, strategy, base).first if decided.now else Seconds(0, 0, 0, measured=True)
     speed = base.replace(compiled=decided.now, compiled_later=decided.later, compiled_reason=decided.reason)
@@ -207,6 +209,26 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
     else:
         return "native", Fact("planner.attention_old_gpu", {"gpu": gpu.name})
     return chosen, Fact("planner.attention_by_rule", {"attention": chosen, "gpu": gpu.name})
+
+
+def _graphed(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
+    """Return whether transformers' calls are recorded as CUDA graphs."""
+    spec = inputs.workload.spec
+    if not inputs.workload.cuda or strategy.offload != "none" or _passes_apart(inputs) or "graphed" in spec.lacks:
+        return False
+    # A graph would replay the kernels of the step in which it was recorded.
+    if base.sparse_tau is not None:
+        return False
+    if spec.sound_latents is None:
+        return strategy.quantization == "none" and _launch_bound(inputs, strategy, base)
+    if inputs.request.compile == "always" or spec.is_packed or strategy.quantization not in {"none", FP8}:
+        return False
+    needed = max(
+        stage.peak_bytes + stage.allocator_slack_bytes
+        for stage in memory(inputs, strategy, base.replace(graphed=True))
+        if is_transformer(stage.component)
+    )
+    return inputs.workload.tokens <= _GRAPHED_TOKENS and needed <= _GRAPHED_SHARE * inputs.free_bytes
 
 
 def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
@@ -313,6 +335,8 @@ def _compiled_if_able(inputs: ForecastInputs, strategy: MemoryStrategy, base: Sp
         return _Compilation(False, Fact("planner.not_compiled", {"cause": against.fact}))
     if mode == "always":
         return _Compilation(True, Fact("planner.compiled_asked"))
+    if base.graphed and workload.spec.sound_latents is not None:
+        return _Compilation(False, Fact("planner.not_compiled_graphed"))
     if not workload.cuda:
         return _Compilation(False, Fact("planner.not_compiled_on_cpu"))
     saved = sum(_saved(inputs, strategy, base, name) for name in (*inputs.in_pytorch, "vae"))

@@ -217,7 +217,8 @@ class ForecastInputs:
 
 def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tuple[StageMemory, ...]:
     """Return the memory of each stage, corrected by earlier runs."""
-    stages = memory_model.stages(inputs.workload, strategy)
+    workload = replace(inputs.workload, working_sets=memory_model.working_sets(speed))
+    stages = memory_model.stages(workload, strategy)
     if not inputs.history:
         return stages
     return tuple(

@@ -412,6 +412,7 @@ _REASONS: Mapping[str, Message] = {
         "Compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} a "
         "clip; {clips:n clip} of this size are counted."
     ),
+    "planner.not_compiled_graphed": Message("Not compiled: calls are CUDA graphs, which are faster."),
     "planner.not_compiled_pays_off": Message(
         "Not compiled: compiling takes about {seconds:duration} ({measured:measured}) and saves about {saved:duration} "
         "a clip; {clips:n clip} of this size are counted."
@@ -422,7 +423,7 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.text_kept": Message("The text's keys and values are computed once per clip ({bytes:memory})."),
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
-    "planner.graphed": Message("Calls are CUDA graphs, because starting kernels takes longer than running them."),
+    "planner.graphed": Message("Calls are CUDA graphs, so that the GPU does not wait for kernels to be started."),
     "planner.shift_asked": Message("Shift {shift:g}, as requested{others:appended}."),
     "planner.no_video_engines": Message("Engines encode images, and no videos."),
     "planner.steps_of_strength": Message("Strength {strength:g} runs the last {run} of {steps:n step}."),

@@ -34,12 +34,14 @@ from runtime.execution.attention import Attention, BlockKernels, attention, exac
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTED, OnDegraded
+from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.fused_layers import fuse as fuse_layers
 from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.streams import Streams
 from runtime.execution.text_states import TextState, TextStates
+from runtime.models.quantization import linear_of_gelu
 from runtime.models.row_operations import add_norms, by_token, computed, layer_norm, norm_rotate
 from runtime.upstream.diffusers import cache_single_stream
 
@@ -49,6 +51,8 @@ BlockText = tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.
 BlockStep = Callable[..., torch.Tensor]
 # Names of the matrices that `fuse` adds to an attention, as diffusers names them.
 _FUSED, _FUSED_OTHER = "to_qkv", "to_kv"
+# CUDA graphs of a clip: of the four kinds of passes.
+_GRAPHS = 4
 # The tables of a stream: shift, scale and gate of self-attention and of the feed-forward, from LTX-2.3 on also of the
 # attention to the text, and then scale and shift for the sound's attention to the video or the other way, the same for
 # the other one, and the gate.
@@ -328,7 +332,8 @@ def _projected(attn: Any, attended: torch.Tensor, x: torch.Tensor) -> torch.Tens
 
 
 def _feed_forward(feed_forward: Any, x: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = feed_forward.net[2](feed_forward.net[0](x))
+    expand, reduce = feed_forward.net[0], feed_forward.net[2]
+    out: torch.Tensor = linear_of_gelu(reduce, expand.proj(x)) if expand.approximate == "tanh" else reduce(expand(x))
     return out
 
 
@@ -542,7 +547,7 @@ class PyTorchStreamDenoiser(StepCaching):
     """A `diffusers.LTX2VideoTransformer3DModel` with the `forward` of this module.
 
     See `execution.components.StreamDenoiser` and `PyTorchDenoiser`. Of a plan's `Speed` it applies the attention
-    kernels, compilation, fused projections, and kept keys and values of the text.
+    kernels, compilation, CUDA graphs, fused projections, and kept keys and values of the text.
 
     Args:
         module: the model; offloading may keep its weights on another device until it is called.
@@ -550,7 +555,6 @@ class PyTorchStreamDenoiser(StepCaching):
     """
 
     pairs = False
-    _graphed = None
 
     def __init__(self, module: Any, speed: Speed = EAGER) -> None:
         self._module = module
@@ -558,24 +562,26 @@ class PyTorchStreamDenoiser(StepCaching):
         self._skipping: frozenset[int] = frozenset()
         self.dtype: torch.dtype = module.proj_in.weight.dtype
         self._texts = TextStates()
+        self._graphed: CudaGraphRunner | None = None
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
         """See `execution.components.PyTorchDenoiser`; the family has no block engines."""
         assert engines is None
-        assert not speed.graphed
         assert not speed.paired
 
-        def report(reason: Fact) -> None:
-            if on_degraded is not None:
-                on_degraded("compiled", reason)
+        def report(field: str) -> Callable[[Fact], None]:
+            return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
         self._forget_values()
-        self._step = CompiledStep(block_step, report) if speed.compiled else None
+        self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
         install(self._module, speed, self._step or block_step)
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._keeps_text = speed.text_kept and not _modulates_text(self._module)
+        self._graphed = None
+        if speed.graphed:
+            self._graphed = CudaGraphRunner(self._predict, report("graphed"), _GRAPHS, shares_memory=True)
 
     @property
     def compile_seconds(self) -> float:
@@ -590,6 +596,8 @@ class PyTorchStreamDenoiser(StepCaching):
     def _forget_values(self) -> None:
         self._texts.clear()
         self._module.__dict__.pop("_tables", None)  # see `_rotations`
+        if self._graphed is not None:
+            self._graphed.forget()
 
     @contextmanager
     def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
@@ -607,6 +615,9 @@ class PyTorchStreamDenoiser(StepCaching):
 
     def see(self, streams: Streams, skipping_blocks: tuple[int, ...]) -> None:
         """See `execution.components.StreamDenoiser`."""
+        if streams != self._streams and self._graphed is not None:
+            # What was recorded reads the rotations of another size, which are no longer cached.
+            self._graphed.forget()
         self._streams, self._skipping = streams, frozenset(skipping_blocks)
 
     # Not in inference mode: offloading hooks change weights while the module runs.
@@ -625,11 +636,17 @@ class PyTorchStreamDenoiser(StepCaching):
         """
         assert self._streams is not None, "call `see` first"
         skipping = self._skipping if which == SKIPPING else frozenset()
+        options = self._streams, skipping, which == ISOLATED
         text = self._texts.later((text_embeds,), self._project)
+        if self._graphed is not None:
+            return self._graphed(latents, timestep, text, *options)
         with self._module.cache_context(which) if self._caches else nullcontext():
-            predicted: torch.Tensor = self._module(
-                latents, timestep.reshape(-1), text, self._streams, skipping, which == ISOLATED
-            )
+            return self._predict(latents, timestep, text, *options)
+
+    def _predict(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState], *options: Any
+    ) -> torch.Tensor:
+        predicted: torch.Tensor = self._module(latents, timestep.reshape(-1), text, *options)
         return predicted
 
     def _project(self, embeds: torch.Tensor) -> TextState:

@@ -105,7 +105,7 @@ class Recorded:
 
     made = 0
 
-    def __init__(self, function: Callable[..., torch.Tensor], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], *arguments: Any, **_: Any) -> None:
         type(self).made += 1
         self._function, self._text = function, arguments[2]
         self._denoiser: Any = function.__self__  # type: ignore[attr-defined]

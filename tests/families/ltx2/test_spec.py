@@ -231,7 +231,7 @@ def test_a_plan_has_what_the_family_implements() -> None:
     plan = planned("ltx-2.3", 80)
     speed = plan.speed
     # The text of LTX-2.3 is modulated by the timestep, that of LTX-2 is not.
-    assert (speed.text_kept, speed.paired, speed.graphed, speed.fused) == (False, False, False, True)
+    assert (speed.text_kept, speed.paired, speed.graphed, speed.fused) == (False, False, True, True)
     kept = planned("ltx-2", 200).speed
     assert kept.text_kept
     values = 2 * 48 * 1024 * (4096 + 2048)
@@ -267,6 +267,46 @@ def test_options_are_planned_as_for_other_families(fields: dict[str, object], ex
     assert {name: getattr(made.speed, name) for name in expected} == expected
     slower = plan(spec, on, **fields | {"attention": "native", "compile": "never", "quantization": "none"})
     assert made.seconds["denoise"].likely < slower.seconds["denoise"].likely
+
+
+@pytest.mark.parametrize(
+    ("fields", "graphed"),
+    [
+        ({}, True),
+        ({"quantization": "fp8"}, True),
+        ({"attention": "fp8", "quantization": "fp8"}, True),
+        ({"width": 1216, "height": 704, "frames": 121}, True),
+        ({"guidance_scale": 1.0}, True),
+        ({"compile": "never"}, True),
+        (LARGE, False),
+        ({"compile": "always"}, False),
+        ({"quantization": "bnb-8bit"}, False),
+        ({"step_cache": "first-block"}, False),
+        ({"offload": "model"}, False),
+        ({"offload": "group"}, False),
+    ],
+)
+def test_passes_are_graphs_instead_of_compiled(fields: dict[str, object], *, graphed: bool) -> None:
+    packages = (*FLASH4, *KERNELS, ("bitsandbytes", "1"))
+    spec, on = look_up("ltx-2.3", Path("none")).for_text(), gpu_machine(packages=packages)
+    speed = plan(spec, on, **fields).speed
+    assert speed.graphed == graphed
+    assert not (speed.graphed and (speed.compiled or speed.compiled_later))
+    if graphed:
+        reason = "planner.not_compiled_asked" if "compile" in fields else "planner.not_compiled_graphed"
+        assert {fact.code for fact in speed.reasons} >= {"planner.graphed", reason}
+
+
+def test_a_graph_takes_another_working_set() -> None:
+    spec, on = look_up("ltx-2.3", Path("none")).for_text(), gpu_machine(packages=(*FLASH4, *KERNELS))
+    plans = [plan(spec, on, compile=mode) for mode in ("never", "always")]
+    assert [made.speed.graphed for made in plans] == [True, False]
+    working = [next(stage.working_bytes for stage in made.memory if stage.component == "transformer") for made in plans]
+    # The text of LTX-2.3 is not kept.
+    assert working[0] == 2 * working[1]
+    # Where there is no memory for it, the plan is the same without a graph.
+    tight = plan(spec, gpu_machine(gib=41, packages=(*FLASH4, *KERNELS)), quantization="none")
+    assert (tight.speed.graphed, tight.strategy.offload) == (False, "none")
 
 
 @pytest.mark.parametrize(("step_cache", "tensors"), [("first-block:0.1", 3), ("taylorseer:2", 4)])

@@ -169,6 +169,18 @@ def test_predictions_with_keyframes_equal_diffusers(
         assert error_of(denoiser(latents, TIMES["image"], given.text, which), wanted) < 5e-6, which
 
 
+def test_passes_that_cannot_be_recorded_run_directly(tiny: Tiny) -> None:
+    spec, reasons = tiny("ltx-2"), list[tuple[str, str]]()
+    reference, denoiser = load(spec), made(load(spec))
+    denoiser.compute(Speed(graphed=True, text_kept=True), lambda field, reason: reasons.append((field, reason.code)))
+    given = inputs(reference)
+    for times in TIMES.values():
+        for which in PASSES:
+            wanted = by_diffusers(reference, given, times, which)
+            assert error_of(denoiser(given.latents, times, given.text, which), wanted) < 5e-6, which
+    assert reasons == [("graphed", "execution.graph_capture_failed")]
+
+
 @pytest.mark.parametrize("rope_type", ["interleaved", "split"])
 @pytest.mark.parametrize("heads", [2, 3])
 def test_rotations_are_diffusers(rope_type: str, heads: int) -> None:
