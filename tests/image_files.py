@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from runtime.core.images import ImageUse
-from runtime.models.images import images_dir
+from runtime.models.images import find_image, images_dir
 from runtime.models.spec import ImageInput, ModelSpec
 
 
@@ -28,10 +29,20 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     return file.getvalue()
 
 
-def saved(path: Path, width: int = 64, height: int = 48) -> Path:
-    """Write a picture as a PNG."""
-    path.write_bytes(encoded(picture(width, height)))
+def saved(path: Path, width: int = 64, height: int = 48, *, turned: bool = False) -> Path:
+    """Write a picture as a PNG, or the same one upside down."""
+    image = picture(width, height)
+    path.write_bytes(encoded(image.transpose(Image.Transpose.ROTATE_180) if turned else image))
     return path
+
+
+def with_saved(
+    spec: ModelSpec, fields: Iterable[str], folder: Path, width: int = 64, height: int = 48
+) -> tuple[ModelSpec, dict[str, str]]:
+    """Return a model with an image for each of these fields of a request, and the fields; no two are the same image."""
+    files = {field: saved(folder / f"{field}.png", width, height, turned=field == "image") for field in fields}
+    uses: dict[str, Any] = {field: find_image(str(file), field, None, keep=False) for field, file in files.items()}
+    return replace(spec, **uses), {field: str(file) for field, file in files.items()}
 
 
 def kept(use: ImageUse, cache_dir: Path) -> bool:

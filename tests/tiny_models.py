@@ -292,6 +292,8 @@ def ltx2_pipeline(version: str) -> LTX2Pipeline:
         audio_cross_attn_mod=later,
         perturbed_attn=later,
         use_prompt_embeddings=not later,
+        # The VAE's below: diffusers places keyframes by the VAE's, and all else by these.
+        vae_scale_factors=(8, 16, 16) if later else (8, 32, 32),
     )
     levels: dict[str, Any] = {"spatio_temporal_scaling": (True,) * 4, "downsample_type": tuple(_LTX2_STRIDES)}
     if later:

@@ -509,7 +509,8 @@ class ExecutionPlan(ResolvedRequest):
         if self.loop == OFF:
             return None
         ends = self.image is not None and self.last_image is not None and self.image.digest == self.last_image.digest
-        return "same frame" if ends and self.extend is None else "backwards"
+        # A clip with sound comes close to its last image and does not end on exactly it, see `models.spec.ImageInput`.
+        return "same frame" if ends and self.extend is None and self.sound_shape is None else "backwards"
 
     @property
     def video_fps(self) -> int:

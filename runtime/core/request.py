@@ -552,8 +552,8 @@ class GenerationRequest(FrozenModel):
         str,
         Choice(
             label="Loop",
-            help="Make a video that can be repeated without a jump: it ends on its first image where the model takes a "
-            "last image, else it is played backwards after its end.",
+            help="Make a video that can be repeated without a jump: it ends on its first image where the model can, "
+            "else it is played backwards after its end.",
             group="finishing",
             flag="--loop",
             metavar=f"{LOOP}|{OFF}",

@@ -77,7 +77,9 @@ def with_images(
         None if file is None else find_image(file, field, cache_dir, keep=keep, check=check)
         for field, file in (("image", request.image), ("last_image", request.last_image))
     )
-    if request.loop != OFF and last_image is None and spec.image_input is not None and spec.image_input.last != "none":
+    ends = "none" if spec.image_input is None else spec.image_input.last
+    # A video does not end on exactly its keyframe: as a loop it would jump.
+    if request.loop != OFF and last_image is None and ends not in {"none", "keyframe"}:
         last_image = image
     return replace(spec, image=image, last_image=last_image)
 
@@ -168,7 +170,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
     if image_input is None:
         return
     first = request.image or request.extend
-    if request.last_image is not None and first is None:
+    if request.last_image is not None and first is None and image_input.last != "keyframe":
         raise InvalidRequestError("image", "image.only_last")
     if request.last_image is not None and image_input.last == "none":
         raise InvalidRequestError("last_image", "image.model_without_last", model=spec.title)

@@ -275,7 +275,9 @@ class ImageInput:
             the images' latents as further frames, see `ModelSpec.section`.
         vae: the encoder of the images' latents.
         required: whether the model makes no video without an image.
-        last: whether a last image can be given.
+        last: whether a last image can be given. As a "keyframe" it is optional, also without a first one: the
+            transformer is given its latents as a further latent frame, whose timestep is 0, at the place of the clip's
+            last latent frame. The video comes close to it and does not end on exactly it.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
         crf: constant rate factor of H.264 with which images are compressed before they are encoded, as in the training;
             `None` for not at all.
@@ -284,7 +286,7 @@ class ImageInput:
     kind: Literal["channels", "first_frame", "sections"]
     vae: VaeEncoderSpec
     required: bool
-    last: Literal["none", "optional", "required"] = "none"
+    last: Literal["none", "optional", "required", "keyframe"] = "none"
     tokens: int = 0
     width: int = 0
     crf: int | None = None
@@ -735,6 +737,11 @@ class ModelSpec:
         order = SamplingType(self.section.sampling_type)
         return Sections(self.sections(frames), order, self.section.latent_frames, self.vae.scale_factor_temporal)
 
+    @property
+    def has_keyframe(self) -> bool:
+        """Whether the request's last image is a keyframe, see `ImageInput.last`."""
+        return self.last_image is not None and self.image_input is not None and self.image_input.last == "keyframe"
+
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
         """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
 
@@ -751,5 +758,10 @@ class ModelSpec:
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Return the length of the transformer's sequence."""
-        _, _, *grid = self.latent_shape(frames, height, width)
+        return self.tokens_of(self.latent_shape(frames, height, width)[2:])
+
+    def tokens_of(self, latent: tuple[int, int, int]) -> int:
+        """Return the length of the transformer's sequence for a clip of (frames, height, width) in latents."""
+        frames, *sides = latent
+        grid = (frames + self.has_keyframe, *sides)
         return prod(size // patch for size, patch in zip(grid, self.transformer.patch_size, strict=True))

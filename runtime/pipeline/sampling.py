@@ -7,7 +7,7 @@ import hashlib
 import inspect
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,29 +34,32 @@ class GivenFrames:
     """The frames of a clip that are given as images, as the transformers take them.
 
     Attributes:
-        kind: see `ImageInput`; those of "sections" are for `section_sampling` only.
+        kind: see `ImageInput`, or with a keyframe "keyframe" or "first_frame_and_keyframe"; those of "sections" are
+            for `section_sampling` only.
         latents: float32: "channels": a mask, 1 in given frames, and the latents of the clip whose other frames are
-            gray, (1, frames per latent frame + channels, frames, height, width); "first_frame": those of the image,
-            (1, channels, 1, height, width); "sections": those of each image, (1, channels, images, height, width).
+            gray, (1, frames per latent frame + channels, frames, height, width); others: those of each image,
+            (1, channels, images, height, width).
     """
 
     kind: str
     latents: torch.Tensor
 
     @classmethod
-    def of(cls, spec: ModelSpec, latents: torch.Tensor, images: int) -> "GivenFrames":
+    def of(cls, spec: ModelSpec, latents: torch.Tensor, images: Collection[str]) -> "GivenFrames":
         """Return the given frames of a clip from the latents that the VAE encoded.
 
         Args:
-            images: 1 for the first frame, 2 for the first and the last.
+            images: the fields of the images: "image" for the first frame, "last_image" for the last one.
         """
         assert spec.image_input is not None
         kind = spec.image_input.kind
         if kind == "first_frame":
+            if "last_image" in images:
+                return cls("first_frame_and_keyframe" if "image" in images else "keyframe", latents)
             return cls(kind, latents)
         mask = torch.zeros_like(latents[:, :1]).repeat(1, spec.vae.scale_factor_temporal, 1, 1, 1)
         mask[:, :, 0] = 1
-        if images > 1:
+        if len(images) > 1:
             mask[:, -1, -1] = 1
         return cls(kind, torch.cat([mask, latents], dim=1))
 
@@ -65,13 +68,19 @@ class GivenFrames:
         if streams is not None:
             video, sound = streams.split(latents)
             return streams.join(self.placed_in(video), sound)
-        return torch.cat([self.latents, latents[:, :, 1:]], dim=2) if self.kind == "first_frame" else latents
+        if self.kind not in {"first_frame", "first_frame_and_keyframe"}:
+            return latents
+        return torch.cat([self.latents[:, :, :1], latents[:, :, 1:]], dim=2)
 
-    def inputs(self, latents: torch.Tensor, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what a `Denoiser` takes for a clip's latents at a timestep."""
-        if self.kind == "first_frame":
-            return latents, torch.stack([torch.zeros_like(timestep), timestep])
-        return torch.cat([latents, self.latents], dim=1), timestep
+    def inputs(
+        self, latents: torch.Tensor, timestep: torch.Tensor, streams: Streams | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what a `Denoiser` takes for latents at a timestep; those of a clip with sound have `streams`."""
+        if self.kind == "channels":
+            return torch.cat([latents, self.latents], dim=1), timestep
+        if streams is not None and streams.keyframes:
+            latents = streams.with_keyframes(latents, self.latents[:, :, -len(streams.keyframes) :])
+        return latents, torch.stack([torch.zeros_like(timestep), timestep])
 
 
 @dataclass(frozen=True)
@@ -223,10 +232,26 @@ def get_noise(plan: ExecutionPlan, generator: torch.Generator | None = None) -> 
         generator: draws it; by default a new one with the seed.
     """
     generator, streams = generator or torch.Generator("cpu").manual_seed(plan.seed), Streams.of(plan)
-    noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
-    if streams is not None:
-        noise = streams.join(noise, torch.randn(streams.sound, generator=generator, dtype=torch.float32))
+    if streams is not None and streams.keyframes:
+        noise = _noise_by_tokens(streams, generator)
+    else:
+        noise = torch.randn(plan.latent_shape, generator=generator, dtype=torch.float32)
+        if streams is not None:
+            noise = streams.join(noise, torch.randn(streams.sound, generator=generator, dtype=torch.float32))
     return noise.to(plan.components["transformer"].device)
+
+
+def _noise_by_tokens(streams: Streams, generator: torch.Generator) -> torch.Tensor:
+    """Return noise that is drawn by tokens, as diffusers' `LTX2ConditionPipeline` does; see `Streams`.
+
+    It draws for keyframes too, after the clip, and does not use that.
+    """
+    (_, channels, *grid), (_, sound_channels, latents, bins) = streams.video, streams.sound
+    count = math.prod(grid)
+    drawn = count + len(streams.keyframes) * math.prod(grid[1:])
+    tokens = torch.randn((1, drawn, channels), generator=generator, dtype=torch.float32)[:, :count]
+    sound = torch.randn((1, latents, sound_channels * bins), generator=generator, dtype=torch.float32)
+    return streams.join(tokens.transpose(1, 2), sound.unflatten(2, (sound_channels, bins)).transpose(1, 2))
 
 
 def refinable_latents(plan: ExecutionPlan, video: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:
@@ -244,12 +269,7 @@ def refinable_latents(plan: ExecutionPlan, video: torch.Tensor, sound: torch.Ten
     assert streams is not None
     generator = torch.Generator("cpu").manual_seed(plan.seed)
     get_noise(plan.by_stage[0], generator)
-    (_, channels, *grid), (_, sound_channels, latents, bins) = streams.video, streams.sound
-    tokens = torch.randn((1, math.prod(grid), channels), generator=generator, dtype=torch.float32)
-    sound_tokens = torch.randn((1, latents, sound_channels * bins), generator=generator, dtype=torch.float32)
-    noise = streams.join(
-        tokens.transpose(1, 2), sound_tokens.unflatten(2, (sound_channels, bins)).transpose(1, 2).contiguous()
-    )
+    noise = _noise_by_tokens(streams, generator)
     level, clean = refinement.levels[0], streams.join(video, sound)
     return level * noise.to(clean.device) + (1 - level) * clean
 
@@ -447,16 +467,19 @@ def _guided(
 ) -> tuple[torch.Tensor, Guidance]:
     """Return the predicted velocity, with guidance if the step has it, and the state after the step."""
     positive, negative, given_frames = conditioning.positive, conditioning.negative, conditioning.given
-    inputs = (latents, step.times) if given_frames is None else given_frames.inputs(latents, step.timestep)
+    streams = None if sampling is None else sampling.streams
+    inputs = (latents, step.times) if given_frames is None else given_frames.inputs(latents, step.timestep, streams)
     if negative is None or step.guidance_scale <= 1:
-        return denoiser(*inputs, positive), guidance
+        velocity = denoiser(*inputs, positive)
+        return velocity if streams is None else streams.without_keyframes(velocity), guidance
     if sampling is not None:
 
         def predict(which: str) -> torch.Tensor:
             cancel.check()
             return denoiser(*inputs, negative if which == UNPROMPTED else positive, which=which)
 
-        return sampling.velocity(predict, latents, step.sigma, step.guidance_scale), guidance
+        velocity = sampling.velocity(predict, inputs[0], step.sigma, step.guidance_scale)
+        return sampling.streams.without_keyframes(velocity), guidance
     if guidance.difference is not None:
         conditional = denoiser(*inputs, positive)
         velocity = conditional + (step.guidance_scale - 1) * guidance.difference

@@ -134,7 +134,7 @@ def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> No
 
 def encode_given(context: RunContext, conditioning: Conditioning) -> Conditioning:
     """Return the conditioning with the plan's images or its video, if it has any."""
-    if context.plan.image is not None:
+    if context.plan.images:
         return encode_images(context, conditioning)
     return conditioning if context.plan.video is None else encode_video(context, conditioning)
 
@@ -152,7 +152,7 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
         context.begin_stage("encode", VAE_ENCODER)
         latents = [image_latents(vae, spec, *of_stage) for of_stage in zip(plan.by_stage, images, strict=True)]
     device = context.plan.components["transformer"].device
-    *half, given = (GivenFrames.of(spec, encoded.to(device), len(plan.images)) for encoded in latents)
+    *half, given = (GivenFrames.of(spec, encoded.to(device), plan.images) for encoded in latents)
     return replace(conditioning, given=given, given_half=half[0] if half else None)
 
 
@@ -174,10 +174,12 @@ def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Im
 def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, images: Sequence[Image]) -> torch.Tensor:
     """Return the latents of a plan's images, see `GivenFrames.of`."""
     assert spec.image_input is not None
-    frames, crf = 1 if spec.image_input.kind == "first_frame" else plan.frames, spec.image_input.crf
-    if crf is not None:
-        images = [fromarray(recompressed(np.array(image), crf)) for image in images]
-    return encoder.latents([pixels_of(image) for image in images], frames, plan.strategy.decode_tile)
+    if spec.image_input.crf is not None:
+        images = [fromarray(recompressed(np.array(image), spec.image_input.crf)) for image in images]
+    pixels = [pixels_of(image) for image in images]
+    if spec.image_input.kind == "first_frame":
+        return torch.cat([encoder.latents([image], 1, plan.strategy.decode_tile) for image in pixels], dim=2)
+    return encoder.latents(pixels, plan.frames, plan.strategy.decode_tile)
 
 
 def encode_video(context: RunContext, conditioning: Conditioning) -> Conditioning:

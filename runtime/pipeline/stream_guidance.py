@@ -41,7 +41,7 @@ class StreamSampling:
         Args:
             predict: returns the velocity of one pass: with the prompt (`PROMPTED`), without (`UNPROMPTED`), with blocks
                 that skip their self-attention (`SKIPPING`), or without attention between the streams (`ISOLATED`).
-            latents: before the step, joined.
+            latents: before the step, joined, with keyframes if there are any; so is the result.
             sigma: the noise level before the step.
             scale: classifier-free guidance scale of the video.
         """

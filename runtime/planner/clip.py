@@ -63,8 +63,8 @@ def _as_before(request: GenerationRequest, video: VideoUse, field: str) -> int:
 
 
 def _first_input(spec: ModelSpec) -> InputFile | None:
-    """Return what the first frame is made from, if it is not text alone."""
-    return spec.image if spec.video is None else spec.video
+    """Return what the size follows from, if it is not text alone."""
+    return next(iter(spec.images), None) if spec.video is None else spec.video
 
 
 def frames_for(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
@@ -213,6 +213,10 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
         supported = nearest(frames, stride, 1, least, MAX_FRAMES)
         raise InvalidRequestError(
             "frames", "planner.frame_count", value=frames, model=spec.title, stride=stride, able=supported
+        )
+    if spec.has_keyframe and frames <= stride:
+        raise InvalidRequestError(
+            "frames", "planner.too_short_for_last_image", value=frames, model=spec.title, able=stride + 1
         )
 
 

@@ -204,13 +204,14 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
     if component == IMAGE_ENCODER:
         return 2.0 * spec.parameters[component] * _image_input(spec).tokens
     if is_transformer(component):
-        tokens = prod(n // patch for n, patch in zip(latent, spec.transformer.patch_size, strict=True))
-        return spec.transformer.forward_flops(tokens, spec.context_tokens)
+        return spec.transformer.forward_flops(spec.tokens_of(latent), spec.context_tokens)
     if component in SOUND_DECODERS:
         return latent[0] * _sound(spec).parts[component].flops
     if component == VAE_ENCODER:
         whole = spec.input_encoder.encode_flops(*_encoded_clip(spec, latent), video=spec.video is not None)
-        return whole * times_decoded(*latent[1:], tile)
+        # Images that are not frames of one clip are encoded one after the other.
+        calls = len(spec.images) if spec.has_keyframe else 1
+        return calls * whole * times_decoded(*latent[1:], tile)
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
     whole = vae.decode_flops((frames - 1) * vae.scale_factor_temporal + 1, height * scale, width * scale)
@@ -273,8 +274,8 @@ def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = 
         widest = spec.transformer.width * inner * (DTYPE_BYTES[dtype] + _UNPACKING_BYTES)
     elif quantization != "none":
         widest = _QUANTIZED_WORKING[quantization] * tokens * inner
-    given_first = spec.image is not None and spec.image_input is not None and spec.image_input.kind == "first_frame"
-    time_per_token = spec.expand_timesteps or given_first
+    given = bool(spec.images) and spec.image_input is not None and spec.image_input.kind == "first_frame"
+    time_per_token = spec.expand_timesteps or given
     working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=time_per_token)
     return working + widest
 

@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> ModelSpec:
 
 
 def able(
-    spec: ModelSpec, *, required: bool = False, last: Literal["none", "optional", "required"] = "optional"
+    spec: ModelSpec, *, required: bool = False, last: Literal["none", "optional", "required", "keyframe"] = "optional"
 ) -> ModelSpec:
     return taking_images(spec, required=required, last=last)
 
@@ -55,6 +55,14 @@ def test_an_image_is_checked_and_copied(text: ModelSpec, tmp_path: Path) -> None
     assert kept(spec.image, tmp_path) and spec.image.path.read_bytes() == file.read_bytes()
     assert [path.name for path in images_dir(tmp_path).iterdir() if path.suffix] == []
     assert list(open_image(spec.image).get_flattened_data()) == list(picture().get_flattened_data())
+
+
+def test_a_keyframe_needs_no_first_image_and_follows_from_no_loop(text: ModelSpec, tmp_path: Path) -> None:
+    file = str(saved(tmp_path / "boat.png"))
+    alone = found(able(text, last="keyframe"), tmp_path, last_image=file)
+    assert alone.has_keyframe and [use.name for use in alone.images] == ["boat.png"] and alone.image is None
+    loops = [found(able(text, last=last), tmp_path, image=file, loop="on") for last in ("optional", "keyframe")]
+    assert [(spec.last_image is None, spec.has_keyframe) for spec in loops] == [(False, False), (True, False)]
 
 
 def test_the_copy_is_used_after_the_file_has_changed_or_is_gone(text: ModelSpec, tmp_path: Path) -> None:

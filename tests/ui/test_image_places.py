@@ -55,7 +55,8 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     optional, required = places(), places(required=True, last="required")
     assert optional.count("data-place") == 2 and "required" not in optional  # one is of a video to extend
     assert required.count("data-place") == 3 and required.count('aria-required="true"') == 2
-    assert places(last="optional").count("data-place") == 3 and "required" not in places(last="optional")
+    for last in ("optional", "keyframe"):
+        assert places(last=last).count("data-place") == 3 and "required" not in places(last=last)
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
 
 

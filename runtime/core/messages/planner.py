@@ -177,6 +177,10 @@ _REFUSALS: Mapping[str, Message] = {
         "Use a width of at least {width} and a height of at least {height}.",
     ),
     "planner.frame_count": Message("{set[frames]} is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
+    "planner.too_short_for_last_image": Message(
+        "{set[frames]} is {value}; {model} makes at least {able} frames with a last image.",
+        "Use {able}, or leave {set[last_image]} out.",
+    ),
     "planner.prompt_times": Message(
         "The prompt has a time that cannot be read: {part}.",
         "Write the prompt of a time as [2s: …] or [2s-3.5s: …], with the start before the end.",

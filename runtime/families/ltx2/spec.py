@@ -777,7 +777,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "encoders": {"text_encoder": configs.encoder},
         "programs": _PROGRAMS,
         "noise": configs.noise,
-        "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, crf=_IMAGE_CRF),
+        "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, last="keyframe", crf=_IMAGE_CRF),
         "sound": configs.sound,
         "lacks": _LACKS if configs.transformer.keeps_text else _LACKS | {"text_kept"},
         "unsupported": _UNSUPPORTED,

@@ -4,7 +4,8 @@ Equal to `diffusers.LTX2VideoTransformer3DModel` up to rounding (tests/families/
 
 - The tables of the rotary embeddings are computed once per size, with one value for each pair of channels.
 - The text is projected once per clip; its keys and values can be kept if they do not depend on the timestep.
-- All tokens of a stream have the same timestep, except those of a first frame that is given. So timesteps are embedded
+- All tokens of a stream have the same timestep, except those of latent frames that are given: the first one, and
+  keyframes, which precede it (diffusers appends them; the order of tokens changes no result). So timesteps are embedded
   once or twice, instead of for each token.
 - A sum and the norms after it, and a norm and the rotation after it, are one operation each (`row_operations`).
 - Projections of the same input can be one matrix (`fuse`): queries, keys and values of self-attention, and keys and
@@ -429,7 +430,7 @@ def _forward(
 
     Args:
         latents: joined, see `Streams`.
-        timestep: (1,): of all tokens, or (2,): of the video's first latent frame and of all else.
+        timestep: (1,): of all tokens, or (2,): of the video's given latent frames and of all else.
         text: returns the state of the text. It is called here, because offloaded weights are on the device by now.
         skipping: the blocks that skip their self-attention.
         isolated: whether the streams do not attend to each other.
@@ -441,7 +442,7 @@ def _forward(
     y = self.audio_proj_in(sound.transpose(1, 2).flatten(2).to(dtype))
     modulation, outer = _modulate(self, timestep, dtype)
     tokens, count = x.shape[1], y.shape[1]
-    first_count = video.shape[3] * video.shape[4] if len(timestep) > 1 else 0
+    first_count = streams.given * video.shape[3] * video.shape[4] if len(timestep) > 1 else 0
     state = text()
     joined = torch.cat([x.flatten(1), y.flatten(1)], dim=1)
     del x, y
@@ -513,6 +514,11 @@ def _rotations(module: Any, streams: Streams, device: torch.device) -> Rotations
     if cached is None or cached[0] != key:
         _, _, frames, height, width = streams.video
         places = module.rope.prepare_video_coords(1, frames, height, width, device, fps=streams.fps)
+        for number in reversed(streams.keyframes):
+            # A keyframe has the places of a latent frame, and the time of one frame.
+            keyframe = places[:, :, : height * width].clone()
+            keyframe[:, 0, :, 0], keyframe[:, 0, :, 1] = number / streams.fps, (number + 1) / streams.fps
+            places = torch.cat([keyframe, places], dim=2)
         times = module.audio_rope.prepare_audio_coords(1, streams.sound[2], device)
         layers = (
             (module.rope, places),
@@ -603,7 +609,8 @@ class PyTorchStreamDenoiser(StepCaching):
 
     def _parts(self, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self._streams is not None
-        tokens = math.prod(self._streams.video[2:])
+        _, _, frames, *sides = self._streams.video
+        tokens = (len(self._streams.keyframes) + frames) * math.prod(sides)
         return residual.tensor_split([tokens * self._module.proj_in.out_features], dim=1)
 
     def see(self, streams: Streams, skipping_blocks: tuple[int, ...]) -> None:
@@ -622,7 +629,7 @@ class PyTorchStreamDenoiser(StepCaching):
 
         Args:
             latents: joined, see `Streams`.
-            timestep: scalar, or two if the first frame is given: its timestep, and that of all else.
+            timestep: scalar, or two if latent frames are given: their timestep, and that of all else.
             text_embeds: (1, tokens, video's width + sound's width).
             which: also `SKIPPING`, in which some blocks skip their self-attention, and `ISOLATED`, in which the streams
                 do not attend to each other.

@@ -1,7 +1,7 @@
 """LTX-2's jobs under faults: killed processes, out of memory, NaN in one stream, sound of another length."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.core.errors import CheckpointError
 from runtime.core.events import (
     Event,
     Failed,
@@ -26,11 +27,17 @@ from runtime.execution.residency import Residency
 from runtime.execution.streams import Streams
 from runtime.families.ltx2.conditioning import PyTorchConnectors
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
-from runtime.families.ltx2.vae import PyTorchSpectrumDecoder, PyTorchVideoDecoder, PyTorchVocoder
-from runtime.models.spec import ModelSpec
+from runtime.families.ltx2.vae import (
+    PyTorchImageEncoder,
+    PyTorchSpectrumDecoder,
+    PyTorchVideoDecoder,
+    PyTorchVocoder,
+)
+from runtime.models.spec import SOUND_DECODERS, ModelSpec
 from runtime.pipeline import checkpoint
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.test_second_family import frames
+from tests.image_files import with_saved
 from tests.pipeline.failing import Failing, full
 from tests.pipeline.killing import killed
 from tests.pipeline.runs import Choice, events_of, never
@@ -69,12 +76,13 @@ class Clip(NamedTuple):
 
 @pytest.fixture
 def make(tiny: Tiny, tmp_path: Path) -> Callable[..., Clip]:
-    """Return a function that plans a clip with lossless sound."""
+    """Return a function that plans a clip with lossless sound, from the images of these fields."""
 
-    def made(name: str = "clip", **values: object) -> Clip:
+    def made(name: str = "clip", *, images: Sequence[str] = (), **values: object) -> Clip:
         spec, out = tiny("ltx-2.3"), tmp_path / name / "out" / "x.mp4"
         out.parent.mkdir(parents=True)
-        values = {"steps": STEPS, "sound": "lossless", "guidance_scale": 1.0} | values
+        spec, files = with_saved(spec, images, tmp_path)
+        values = files | {"steps": STEPS, "sound": "lossless", "guidance_scale": 1.0} | values
         return Clip(spec, tiny_plan(spec, out, **values), tmp_path / name / "job")
 
     return made
@@ -126,6 +134,33 @@ def test_a_job_killed_in_any_stage_resumes_to_the_same_frames_and_sound(make: Ma
             # What the killed process was writing is gone.
             assert clip.files == {"x.mp4"}
             assert {path.name for path in clip.job.iterdir()} == {"checkpoint.safetensors"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
+@pytest.mark.parametrize("images", [("last_image",), ("image", "last_image")])
+def test_a_job_with_a_last_image_resumes_after_kills_and_lack_of_memory(
+    images: Sequence[str], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guided = {"images": images, "guidance_scale": 3.0, "negative_prompt": "blue ball"}
+    wanted = whole(make(**guided))
+    killed_clip = make("killed", **guided)
+    moment: dict[str, Any] = {"event": "StepDone", "count": 2}
+    assert killed(killed_clip.spec, killed_clip.plan, killed_clip.job, prepare=save_each_step, **moment) == -9
+    other = make("other", images=["image"], guidance_scale=3.0, negative_prompt="blue ball")
+    # The checkpoint is not that of a clip with other images.
+    with pytest.raises(CheckpointError):
+        CheckpointFolder(killed_clip.job).load(other.spec, other.plan)
+    events = killed_clip.run()
+    assert [event.step for event in events if isinstance(event, Resumed)] == [1]
+    assert killed_clip.seen_and_heard == wanted
+    for kind, name, at in ((PyTorchImageEncoder, "latents", len(images)), (PyTorchStreamDenoiser, "__call__", 6)):
+        full_clip = make(f"full {at}", **guided)
+        with monkeypatch.context() as patched:
+            Failing(patched, kind, name, at, full)
+            events = full_clip.run()
+        assert [event.retried for event in events if isinstance(event, OutOfMemory)] == [True]
+        assert full_clip.seen_and_heard == wanted
 
 
 @pytest.mark.parametrize(

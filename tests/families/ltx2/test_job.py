@@ -19,7 +19,7 @@ from runtime.pipeline import stages
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.conftest import Command
 from tests.families.test_second_family import frames
-from tests.image_files import saved
+from tests.image_files import saved, with_saved
 from tests.models.hub import of_folder, served
 from tests.pipeline.computed_blocks import blocks_computed
 from tests.pipeline.runs import events_of
@@ -75,8 +75,31 @@ def test_a_video_starts_from_an_image(command: Command, tiny: Tiny, tmp_path: Pa
     code, made = command("generate", "a", "--model", model, *SIZE, "--image", image, "--out", out)
     assert code == 0, made
     assert list(made["plan"]["components"])[:4] == ["text_encoder", "connectors", "vae_encoder", "transformer"]
-    refused, made = command("plan", "a", "--model", model, *SIZE, "--image", image, "--last-image", image)
-    assert (refused, made["error"]["data"].get("model")) == (2, "ltx-2")
+
+
+@pytest.mark.parametrize("fields", [("image", "last_image"), ("last_image",)])
+def test_a_video_ends_with_an_image(fields: tuple[str, ...], command: Command, tiny: Tiny, tmp_path: Path) -> None:
+    model, out = str(tiny("ltx-2").directory), str(tmp_path / "x.mp4")
+    given: list[str] = []
+    for field in fields:
+        file = saved(tmp_path / f"{field}.png", 96, 64, turned=field == "image")
+        given += [f"--{field.replace('_', '-')}", str(file)]
+    code, made = command("generate", "a", "--model", model, *SIZE, *given, "--out", out)
+    assert code == 0, made
+    assert list(made["plan"]["images"]) == [*fields]
+    # The clip has two latent frames, the transformer's sequence three.
+    assert (made["plan"]["latent_shape"], made["plan"]["tokens"]) == ([1, 16, 2, 2, 3], 3 * 2 * 3)
+    without = command("generate", "a", "--model", model, *SIZE, *given[:-2], "--out", str(tmp_path / "other.mp4"))
+    assert without[0] == 0
+    assert frames(out) != frames(str(tmp_path / "other.mp4"))
+    # The size follows from the last image only if there is no other.
+    tall = str(saved(tmp_path / "tall.png", 64, 96))
+    code, made = command("plan", "a", "--model", model, *SIZE[4:], *given[:-1], tall)
+    assert (code, made["plan"]["latent_shape"][3:]) == (0, [16, 24] if "image" in fields else [24, 16])
+    # It does not end on exactly its last image, nor does it jump there as a loop.
+    for loop in (given, given[-2:], [*given[-2:], "--image", given[-1]]):
+        code, made = command("plan", "a", "--model", model, *SIZE, *loop, "--loop", "on")
+        assert (code, made["plan"]["looping"]) == (0, "backwards")
 
 
 def test_a_model_is_downloaded_by_its_name(
@@ -155,13 +178,16 @@ def test_a_paused_job_resumes_to_the_same_video_and_sound(
     assert np.array_equal(sounds[0].samples, sounds[1].samples)
 
 
+@pytest.mark.parametrize("images", [(), ("image", "last_image")])
 @pytest.mark.parametrize("step_cache", ["first-block:0.9", "taylorseer:2"])
-def test_a_step_cache_leaves_out_blocks_of_every_pass(step_cache: str, tiny: Tiny, tmp_path: Path) -> None:
-    spec = tiny("ltx-2.3")
+def test_a_step_cache_leaves_out_blocks_of_every_pass(
+    step_cache: str, images: tuple[str, ...], tiny: Tiny, tmp_path: Path
+) -> None:
+    spec, files = with_saved(tiny("ltx-2.3"), images, tmp_path)
 
     def made(cache: str, residency: Residency) -> tuple[int, bytes]:
         """Return how many feed-forwards were computed, and the frames."""
-        fields = {"negative_prompt": "blue ball", "guidance_scale": 3.0, "steps": 8, "step_cache": cache}
+        fields = {"negative_prompt": "blue ball", "guidance_scale": 3.0, "steps": 8, "step_cache": cache, **files}
         plan = tiny_plan(spec, tmp_path / "x.mp4", width=96, height=64, **fields)
         events: list[Any] = []
         count = blocks_computed(lambda: events.extend(events_of(plan, spec, residency)))
@@ -231,7 +257,8 @@ def test_what_the_family_does_not_make_is_refused(
         ("ltx-2", ("--shift", "3"), "scheduler.shift_fixed"),
         ("ltx-2", ("--quantization", "bnb-4bit"), "planner.quantization_needs_gpu"),
         ("ltx-2", ("--video", clip), "source.model_without"),
-        ("ltx-2", ("--image", image, "--last-image", image), "image.model_without_last"),
+        # One latent frame is the first and the last one.
+        ("ltx-2", ("--last-image", image, "--frames", "1"), "planner.too_short_for_last_image"),
         ("ltx-2", ("--sound", "loud"), "request.not_a_choice"),
         ("ltx-2", ("--frames", "10"), "planner.frame_count"),
         ("ltx-2", ("--width", "48"), "planner.not_a_multiple"),

@@ -1,6 +1,8 @@
 """LTX-2's transformer equals diffusers' in each version and each kind of pass, however it is computed."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,19 +71,36 @@ def inputs(module: Any, streams: Streams = STREAMS, seed: int = 1) -> Inputs:
 
 @torch.no_grad()
 def by_diffusers(
-    module: Any, given: Inputs, times: torch.Tensor, which: str = PROMPTED, streams: Streams = STREAMS
+    module: Any,
+    given: Inputs,
+    times: torch.Tensor,
+    which: str = PROMPTED,
+    streams: Streams = STREAMS,
+    keyframe: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what diffusers' module predicts; with two timesteps, each of the video's tokens has its own."""
+    """Return what diffusers' module predicts; with two timesteps, each of the video's tokens has its own.
+
+    Args:
+        keyframe: of `streams`, (1, channels, 1, height, width); it follows the clip, and in the result precedes it.
+    """
     config, dtype = module.config, module.proj_in.weight.dtype
     video, sound = streams.split(given.latents.to(dtype))
     _, _, frames, height, width = video.shape
+    places = module.rope.prepare_video_coords(1, frames, height, width, video.device, fps=streams.fps)
+    if keyframe is not None:
+        video = torch.cat([video, keyframe], dim=2)
+        (number,), last = streams.keyframes, places[:, :, : height * width].clone()
+        last[:, 0] = torch.tensor([number, number + 1]) / streams.fps
+        places = torch.cat([places, last], dim=2)
     half = config.caption_channels if config.use_prompt_embeddings else config.cross_attention_dim
     text, sound_text = given.text[..., :half], given.text[..., half:]
     *first, time = times.reshape(-1, 1)
     video_times = time
     if first:
-        video_times = time.expand(frames * height * width).clone()[None]
-        video_times[:, : height * width] = first[0]
+        video_times = time.expand(math.prod(video.shape[2:])).clone()[None]
+        clean = streams.given if keyframe is None else streams.given - 1
+        video_times[:, : clean * height * width] = first[0]
+        video_times[:, frames * height * width :] = first[0]
     predicted, predicted_sound = module(
         hidden_states=video.flatten(2).transpose(1, 2),
         audio_hidden_states=sound.transpose(1, 2).flatten(2),
@@ -95,12 +114,14 @@ def by_diffusers(
         width=width,
         fps=streams.fps,
         audio_num_frames=sound.shape[2],
+        video_coords=places,
         isolate_modalities=which == ISOLATED,
         spatio_temporal_guidance_blocks=list(SKIPPED) if which == SKIPPING else None,
         use_cross_timestep=bool(config.cross_attn_mod),
         return_dict=False,
     )
     sound_shape = (sound.shape[1], sound.shape[3])
+    predicted = predicted.roll(0 if keyframe is None else height * width, dims=1)
     return streams.join(predicted.transpose(1, 2), predicted_sound.unflatten(2, sound_shape).transpose(1, 2))
 
 
@@ -128,6 +149,24 @@ def test_predictions_equal_diffusers(architecture: str, speed: str, times: str, 
         results.append(by_diffusers(reference, given, TIMES[times], which))
         assert error_of(denoiser(given.latents, TIMES[times], given.text, which), results[-1]) < 5e-6, which
     assert min(error_of(one, results[0]) for one in results[1:3]) > 1e-3
+
+
+@pytest.mark.parametrize("speed", ["plain", "all"])
+@pytest.mark.parametrize("given_frames", [2, 1])
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_predictions_with_keyframes_equal_diffusers(
+    architecture: str, given_frames: int, speed: str, tiny: Tiny
+) -> None:
+    spec, keyframe = tiny(architecture), torch.randn(1, 16, 1, 4, 6, generator=torch.Generator().manual_seed(2))
+    streams = replace(STREAMS, keyframes=(9,), given=given_frames)
+    reference, denoiser = load(spec), made(load(spec), SPEEDS[speed], streams)
+    given = inputs(reference)
+    latents = streams.with_keyframes(given.latents, keyframe)
+    assert torch.equal(streams.without_keyframes(latents), given.latents)
+    for which in PASSES:
+        wanted = by_diffusers(reference, given, TIMES["image"], which, streams, keyframe)
+        # Both predict the keyframe too, which guidance rescales with the others.
+        assert error_of(denoiser(latents, TIMES["image"], given.text, which), wanted) < 5e-6, which
 
 
 def test_passes_that_cannot_be_recorded_run_directly(tiny: Tiny) -> None:

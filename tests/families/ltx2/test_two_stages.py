@@ -18,7 +18,6 @@ from diffusers import (
     LTX2Pipeline,
 )
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
-from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES, STAGE_2_DISTILLED_SIGMA_VALUES
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,7 +31,6 @@ from runtime.execution.streams import Streams
 from runtime.families.ltx2.spec import REFINING_LEVELS
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import PyTorchLatentUpsampler
-from runtime.models.images import find_image
 from runtime.models.loras import with_loras
 from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import LATENT_UPSAMPLER, ModelSpec
@@ -42,8 +40,9 @@ from runtime.pipeline.stages import images_of
 from tests.families.conftest import Command
 from tests.families.ltx2.test_faults import save_each_step
 from tests.families.ltx2.test_loras import factors, named
+from tests.families.ltx2.test_parity import conditions
 from tests.families.test_second_family import frames
-from tests.image_files import saved
+from tests.image_files import with_saved
 from tests.lora_files import save
 from tests.models.hub import Repository, of_folder, served
 from tests.pipeline.failing import Failing, full
@@ -56,6 +55,7 @@ from tests.tiny_models import LTX2_DISTILLED
 Tiny = Callable[[str], ModelSpec]
 FIRST, SECOND = 3, len(REFINING_LEVELS)
 ALL = FIRST + SECOND
+IMAGES: list[tuple[str, ...]] = [(), ("image",), ("last_image",), ("image", "last_image")]
 
 
 class Clip(NamedTuple):
@@ -81,18 +81,18 @@ class Clip(NamedTuple):
 
 @pytest.fixture
 def make(tiny: Tiny, tmp_path: Path) -> Callable[..., Clip]:
-    """Return a function that plans a clip with lossless sound, from an image if it is asked for."""
+    """Return a function that plans a clip with lossless sound, from the images of these fields."""
 
-    def made(name: str = "clip", architecture: str = LTX2_DISTILLED[1], *, image: bool = False, **values: Any) -> Clip:
+    def made(
+        name: str = "clip", architecture: str = LTX2_DISTILLED[1], *, images: Sequence[str] = (), **values: Any
+    ) -> Clip:
         spec, out = tiny(architecture).in_stages(2), tmp_path / name / "out" / "x.mp4"
         out.parent.mkdir(parents=True, exist_ok=True)
-        if image:
-            use = find_image(str(saved(tmp_path / "image.png", 192, 128)), "image", None, keep=False)
-            assert spec.image_input is not None
-            # diffusers compresses with a package that is not installed.
-            spec = replace(spec, image=use, image_input=replace(spec.image_input, crf=None))
-            values["image"] = str(use.path)
-        clip = {"steps": FIRST, "sound": "lossless", "stages": "2", "width": 192, "height": 128, "frames": 17}
+        assert spec.image_input is not None
+        # diffusers compresses with a package that is not installed.
+        spec = replace(spec, image_input=replace(spec.image_input, crf=None))
+        spec, files = with_saved(spec, images, tmp_path, 192, 128)
+        clip = files | {"steps": FIRST, "sound": "lossless", "stages": "2", "width": 192, "height": 128, "frames": 17}
         return Clip(spec, tiny_plan(spec, out, **clip | values), tmp_path / name / "job")
 
     return made
@@ -109,12 +109,14 @@ def by_pipelines(clip: Clip, sigmas: Sequence[float] | None) -> tuple[torch.Tens
     """
     spec, plan = clip.spec, clip.plan
     first, second = plan.by_stage
-    kind: Any = LTX2Pipeline if plan.image is None else LTX2ImageToVideoPipeline
+    kind: Any = LTX2ImageToVideoPipeline if [*plan.images] == ["image"] else LTX2Pipeline
     pipeline = kind.from_pretrained(spec.directory, dtype=torch.float32)
     # As Gemma's tokenizer has it; one of the pipelines reads it before another one sets it.
     pipeline.tokenizer.padding_side = "left"
-    # The publishers place the image in both stages.
-    refiner = pipeline if plan.image is None else LTX2ConditionPipeline(**pipeline.components)
+    # The publishers place images in both stages.
+    refiner = LTX2ConditionPipeline(**pipeline.components) if plan.images else pipeline
+    if plan.last_image is not None:
+        pipeline = refiner
     upsampler = LTX2LatentUpsamplerModel.from_pretrained(spec.directory, subfolder=LATENT_UPSAMPLER)
     enlarger = LTX2LatentUpsamplePipeline(vae=pipeline.vae, latent_upsampler=upsampler)
     for one in (pipeline, refiner, enlarger):
@@ -147,11 +149,15 @@ def by_pipelines(clip: Clip, sigmas: Sequence[float] | None) -> tuple[torch.Tens
             "return_dict": False,
         }
 
-    given: dict[str, Any] = {} if plan.image is None else {"image": images_of(first)[0], "image_crf": 0}
+    given: dict[str, Any] = {}
+    if plan.last_image is not None:
+        given = {"conditions": conditions(first)}
+    elif plan.image is not None:
+        given = {"image": images_of(first)[0], "image_crf": 0}
     video, sound = pipeline(**options(first), sigmas=sigmas, **given)
     enlarged = enlarger(latents=video, output_type="latent", return_dict=False)[0]
-    if plan.image is not None:
-        given = {"conditions": [LTX2VideoCondition(frames=images_of(second)[0], index=0, crf=0)]}
+    if plan.images:
+        given = {"conditions": conditions(second)}
     for name, (down, up) in factors(spec).items() if plan.loras else ():
         refiner.transformer.get_submodule(name).weight.data += up @ down
     levels = STAGE_2_DISTILLED_SIGMA_VALUES
@@ -184,11 +190,11 @@ def assert_equal(clip: Clip, sigmas: Sequence[float] | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("images", IMAGES)
 @pytest.mark.parametrize("architecture", LTX2_DISTILLED)
-def test_latents_of_both_streams_equal_the_pipelines(architecture: str, image: bool, make: Make) -> None:
+def test_latents_of_both_streams_equal_the_pipelines(architecture: str, images: Sequence[str], make: Make) -> None:
     assert (*STAGE_2_DISTILLED_SIGMA_VALUES,) == REFINING_LEVELS
-    assert_equal(make("clip", architecture, image=image, steps=len(DISTILLED_SIGMA_VALUES)), DISTILLED_SIGMA_VALUES)
+    assert_equal(make("clip", architecture, images=images, steps=len(DISTILLED_SIGMA_VALUES)), DISTILLED_SIGMA_VALUES)
 
 
 @pytest.fixture
@@ -266,7 +272,7 @@ def whole(clip: Clip) -> tuple[bytes, bytes]:
 
 
 def test_stages_run_one_after_the_other(make: Make) -> None:
-    clip = make(image=True)
+    clip = make(images=["image"])
     events = clip.run()
     saved_event = events[-1]
     assert isinstance(saved_event, VideoSaved), saved_event
@@ -298,12 +304,12 @@ def test_stages_run_one_after_the_other(make: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
-@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("images", [IMAGES[0], IMAGES[1], IMAGES[3]])
 def test_a_job_killed_in_either_stage_resumes_to_the_same_frames_and_sound(
-    image: bool, make: Make, subtests: pytest.Subtests
+    images: Sequence[str], make: Make, subtests: pytest.Subtests
 ) -> None:
-    wanted = whole(make(image=image))
-    first = 10 if image else 8
+    wanted = whole(make(images=images))
+    first = 10 if images else 8
     moments: dict[str, tuple[dict[str, Any], list[int]]] = {
         "in the first stage": ({"event": "StepDone", "count": 2}, [1]),
         # Its checkpoint is written after the event.
@@ -315,7 +321,7 @@ def test_a_job_killed_in_either_stage_resumes_to_the_same_frames_and_sound(
     }
     for moment, (kill, resumed) in moments.items():
         with subtests.test(moment=moment):
-            clip = make(moment, image=image)
+            clip = make(moment, images=images)
             assert killed(clip.spec, clip.plan, clip.job, prepare=save_each_step, **kill) == -9
             assert not clip.plan.output.exists()
             events = clip.run()
@@ -368,13 +374,18 @@ def test_nan_between_the_stages_ends_the_job(make: Make, monkeypatch: pytest.Mon
 
 
 def test_a_plan_has_both_stages(make: Make, tiny: Tiny) -> None:
-    clip = make(image=True)
+    clip = make(images=["image"])
     plan, (first, second) = clip.plan, clip.plan.by_stage
     assert [*plan.components][2:5] == ["vae_encoder", "transformer", LATENT_UPSAMPLER]
     assert (first.width, first.height, first.latent_shape) == (96, 64, (1, 16, 3, 4, 6))
     assert (second.width, second.height, second.latent_shape) == (192, 128, (1, 16, 3, 8, 12))
     assert (first.steps, second.steps, plan.total_steps) == (FIRST, SECOND, ALL)
     assert second.tokens == 4 * first.tokens
+    # A last image is a further latent frame of each stage.
+    ends = make(images=("image", "last_image")).plan
+    assert [stage.latent_shape for stage in ends.by_stage] == [first.latent_shape, second.latent_shape]
+    assert [stage.tokens for stage in ends.by_stage] == [4 * 4 * 6, 4 * 8 * 12]
+    assert ends.seconds["denoise"].likely > plan.seconds["denoise"].likely
     # A pass in the first stage takes less time, and none has another forecast.
     assert plan.step_costs == (plan.step_costs[0],) * FIRST + (1.0,) * SECOND
     assert 0.1 < plan.step_costs[0] < 1

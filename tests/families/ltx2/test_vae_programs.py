@@ -60,8 +60,8 @@ def test_a_job_runs_both_parts_of_the_vae_on_engines(
     clip = {"prompt": "x", "width": 64, "height": 64, "frames": 9, "steps": 2, "seed": 3, "fps": 8, "crf": 0}
 
     def run(**values: Any) -> tuple[VideoSaved, list[str]]:
-        image = saved(tmp_path / "in.png", 64, 64)
-        request = GenerationRequest.from_mapping(clip | {"image": str(image)} | values)
+        image, last = saved(tmp_path / "in.png", 64, 64), saved(tmp_path / "last.png", 64, 64, turned=True)
+        request = GenerationRequest.from_mapping(clip | {"image": str(image), "last_image": str(last)} | values)
         spec = with_inputs(tiny("ltx-2.3"), request, tmp_path, tmp_path)
         plan = resolve(request, spec, PlanningContext(service.machine, tmp_path / "x.mp4", service.offers(spec)))
         with Residency(service) as residency:
@@ -85,8 +85,8 @@ def test_a_job_runs_both_parts_of_the_vae_on_engines(
     exact = all(record.key.precision == "float32" for record in records)
     # In bfloat16 one step of 8-bit colors, now and then two.
     assert np.abs(pixels(made.video) - expected).mean() < (0.05 if exact else 1.5)
-    # Each part in turn fails in its call, and PyTorch computes it.
-    for call, component in enumerate((VAE_ENCODER, "vae"), 1):
+    # Each part in turn fails in one of its calls, and PyTorch computes it; each image is a call.
+    for call, component in enumerate((VAE_ENCODER, VAE_ENCODER, "vae"), 1):
         with pytest.MonkeyPatch.context() as patched:
             Failing(patched, OpenEngines, "infer", call, broken)
             repaired, fell_back = run(**asked)
