@@ -33,7 +33,7 @@ from runtime.families.ltx2.vae import (
     PyTorchVideoDecoder,
     PyTorchVocoder,
 )
-from runtime.models.spec import SOUND_DECODERS, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.pipeline import checkpoint
 from runtime.pipeline.checkpoint import CheckpointFolder
 from tests.families.test_second_family import frames
