@@ -347,11 +347,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     @cache
     def offered(component: str) -> Sequence[EngineOffer]:
         left_out = request.backend(component) == PYTORCH and not context.compares
-        size = latent_size
-        if component in SOUND_DECODERS and sound_size is not None:
-            size = sound_size
-            # They do not run.
-            left_out = left_out or (request.sound == OFF and request.backend(component) == AUTO)
+        size = sound_size if component in SOUND_DECODERS and sound_size is not None else latent_size
         return () if left_out else context.offers(component, size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)

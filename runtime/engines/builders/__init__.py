@@ -70,13 +70,13 @@ class Builder(ABC):
 
         Measured: on a CPU block engines, and the interpolator's (`docs/interpolate.md`); on a GPU engines of the VAE,
         with every backend (`bench/h200.md`). Images are encoded once per video, and PyTorch encodes only the frames
-        that differ. Not measured: decoders of sound on a GPU, which are convolutions in float32, as that VAE is.
+        that differ. Decoders of sound were measured on a CPU only (`docs/engines.md`).
         """
         if component == INTERPOLATOR:
             return device == "cpu"
-        if component in {IMAGE_ENCODER, VAE_ENCODER}:
+        if component in {IMAGE_ENCODER, VAE_ENCODER, *SOUND_DECODERS}:
             return True
-        return component in {"vae", *SOUND_DECODERS} if device != "cpu" else self.kind == "blocks"
+        return component == "vae" if device != "cpu" else self.kind == "blocks"
 
     def key(
         self,

@@ -148,6 +148,8 @@ def test_engines_are_for_the_length_of_the_sound(tiny: Tiny, tmp_path: Path) -> 
     same, slower, silent = planned(width=128), planned(fps=4), planned(sound="off", backends={})
     assert [each.id for each in same.components["vocoder"].engines] == [use.id]
     assert slower.components["vocoder"].engines[0].profile[0] == (2 * size[0], 1, 1)
+    # They are hardly faster than PyTorch, so they are built only for those who ask.
+    assert planned(backends={}, build="missing").components["vocoder"].backend == "pytorch"
     assert {silent.components[name].backend for name in SOUND_DECODERS} == {"pytorch"}
 
 
@@ -160,7 +162,7 @@ def test_plans_and_engines_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
         assert {offer.backend for offer in offered} == {"tensorrt", "tensorrt_rtx", "inductor", "onnxruntime"}
         for offer in offered:
             (use,) = offer.engines
-            # As their authors run them. As those of the VAE, they are built only for those who ask.
+            # As their authors run them. They are built only for those who ask.
             assert (use.precision, offer.on_request, use.build) == ("float32", True, True)
             needs = BUILDERS[offer.builder].needs(spec, name, ShapeProfile.fixed((LATENTS, 1, 1)))
             assert needs.ram_bytes > 4 * spec.parameters[name]
