@@ -36,6 +36,18 @@ def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     return attended
 
 
+def build_kernel(tokens: int, heads: int, width: int, device: str) -> None:
+    """Build cuDNN's kernel for attention among all tokens of a clip, which takes seconds, before the first call.
+
+    Args:
+        width: of a head.
+        device: a CUDA device, with its index.
+    """
+    index = torch.device(device).index
+    with torch.cuda.device(index):
+        _graph((1, tokens, heads, width), tokens, index)
+
+
 def attend_rounded(rounded: Sequence[torch.Tensor], scales: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the attention of queries, keys and values in e4m3; the result is in e4m3, with the values' scale.
 

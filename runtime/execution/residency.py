@@ -19,6 +19,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Speed, Split
 from runtime.core.request import SOUND_DECODERS
 from runtime.engines.service import EngineService, OpenEngines
+from runtime.execution.attention import FP8 as FP8_ATTENTION
 from runtime.execution.attention import kernels_of, problem, with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
@@ -44,6 +45,7 @@ from runtime.execution.engine_components import (
     EngineVideoEncoder,
 )
 from runtime.execution.engine_failures import failure_of_engine
+from runtime.execution.fp8_attention import build_kernel
 from runtime.execution.image_encoder import ImageEncoder
 from runtime.execution.loading_ahead import LoadingAhead, Preparation
 from runtime.execution.memory import release_cached_memory
@@ -248,7 +250,7 @@ class Residency:
         if plan.split is None:
             parts = [plan.components[name] for name in names if is_transformer(name)]
             tried = [part for part in parts if part.device.startswith("cuda") or kernels_of(plan.speed)]
-            work += [partial(_try_kernels, plan.speed, part, spec.transformer) for part in tried[:1]]
+            work += [partial(_try_kernels, plan.speed, part, spec.transformer, plan.tokens) for part in tried[:1]]
         if work:
             self._keep_compiled(job)
             self._preparation.start(work)
@@ -543,15 +545,21 @@ def _runs_kernels(plan: ExecutionPlan) -> bool:
     return any(part.backend == PYTORCH and part.device.startswith("cuda") for part in plan.components.values())
 
 
-def _try_kernels(speed: Speed, part: ComponentPlan, sizes: TransformerSpec) -> None:
-    """Run the kernels of a transformer once, on a thread of its own; `compute_as_planned` finds those of attention."""
-    dtype = getattr(torch, part.dtype)
+def _try_kernels(speed: Speed, part: ComponentPlan, sizes: TransformerSpec, tokens: int) -> None:
+    """Run the kernels of a transformer once, on a thread of its own; `compute_as_planned` finds those of attention.
+
+    Args:
+        tokens: of the clip; kernels of attention in FP8 are built for their number.
+    """
+    heads, head_width, dtype = sizes.num_attention_heads, sizes.attention_head_dim, getattr(torch, part.dtype)
+    in_fp8 = speed.attention == FP8_ATTENTION
     with _current(part.device):
-        for kind in kernels_of(speed).values():
-            problem(kind, part.device, dtype, sizes.attention_head_dim)
+        reasons = [problem(kind, part.device, dtype, head_width) for kind in kernels_of(speed).values()]
         if not speed.compiled:
             rounded = (sizes.width, sizes.ffn_dim) if part.quantization == FP8 else ()
-            compile_kernels(sizes.num_attention_heads, sizes.attention_head_dim, rounded, dtype, part.device)
+            compile_kernels(heads, head_width, dtype, part.device, rounded_widths=rounded, fp8_attention=in_fp8)
+        if in_fp8 and not any(reasons) and part.device.startswith("cuda"):
+            build_kernel(tokens, heads, head_width, part.device)
 
 
 def _fall_back(job: JobHooks, name: str, reason: Fact) -> None:

@@ -362,13 +362,20 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, divides
 
 
 def compile_kernels(
-    heads: int, head_width: int, rounded_widths: Iterable[int], dtype: torch.dtype, device: str | torch.device
+    heads: int,
+    head_width: int,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    *,
+    rounded_widths: Iterable[int] = (),
+    fp8_attention: bool = False,
 ) -> None:
     """Compile the kernels that a transformer's blocks call, or load them from Triton's cache: run each on one token.
 
     Args:
-        rounded_widths: of the rows that are rounded to FP8; none without weights in FP8.
         dtype: of the blocks' arithmetic.
+        rounded_widths: of the rows that are rounded to FP8; none without weights in FP8.
+        fp8_attention: whether queries, keys and values are rounded to FP8.
     """
     x = torch.ones(1, 1, heads * head_width, dtype=dtype, device=device)
     table = torch.ones_like(x, dtype=torch.float32)
@@ -378,6 +385,9 @@ def compile_kernels(
     rotate_pairs(x.unflatten(2, (heads, head_width)), angles, angles)
     for width in rounded_widths:
         quantize_rows(torch.ones(1, width, dtype=dtype, device=device))
+    if fp8_attention:
+        scale = torch.ones((), dtype=torch.float32, device=device)
+        from_fp8(to_fp8(x, scale), scale, dtype)
 
 
 def _block(width: int) -> dict[str, int]:

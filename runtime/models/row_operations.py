@@ -6,7 +6,7 @@ which read and write all tokens; on GPUs with Triton, one kernel of `row_kernels
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -191,12 +191,10 @@ def computed(plain: Callable[..., Any], x: torch.Tensor, *arguments: Any, fewest
     return plain(x, *arguments)
 
 
-def compile_kernels(
-    heads: int, head_width: int, rounded_widths: Iterable[int], dtype: torch.dtype, device: str
-) -> None:
+def compile_kernels(heads: int, head_width: int, dtype: torch.dtype, device: str, **options: Any) -> None:
     """Compile the kernels that `computed` will call, on a GPU with Triton; see `row_kernels.compile_kernels`."""
     if triton_runs_on(torch.device(device)) and not _FAILED:
-        import_module("runtime.models.row_kernels").compile_kernels(heads, head_width, rounded_widths, dtype, device)
+        import_module("runtime.models.row_kernels").compile_kernels(heads, head_width, dtype, device, **options)
 
 
 @lru_cache(maxsize=16)

@@ -131,7 +131,7 @@ def test_kernels_compiled_ahead_are_those_of_a_block() -> None:
     def compiled() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
-    row_operations.compile_kernels(HEADS, WIDTH // HEADS, (), torch.bfloat16, "cuda")
+    row_operations.compile_kernels(HEADS, WIDTH // HEADS, torch.bfloat16, "cuda")
     before = compiled()
     latents = random(1, model.config.in_channels, 1, 2 * 25, 2 * tokens // 25)
     model(latents, torch.tensor([500.0], device="cuda"), random(1, 512, model.config.text_dim), return_dict=False)

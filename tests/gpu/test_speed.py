@@ -15,6 +15,7 @@ from runtime.core.events import VideoSaved
 from runtime.core.plan import EAGER, Speed
 from runtime.core.request import ATTENTIONS, GenerationRequest
 from runtime.engines.reference import full_float32
+from runtime.execution import fp8_attention
 from runtime.execution.attention import attention, problem
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae as wan_vae
@@ -105,6 +106,18 @@ def test_attention_kernels_agree(kind: str) -> None:
     wanted = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / 128**0.5).softmax(-1) @ v.transpose(1, 2)
     got = attention(kind)(*(x.bfloat16() for x in (q, k, v))).float().transpose(1, 2)
     assert relative_error(got, wanted.cpu()) < {"fp8": 0.09, "sage": 0.09}.get(kind, 0.01)
+
+
+def test_a_kernel_for_fp8_that_was_built_before_is_used() -> None:
+    why = problem("fp8", "cuda:0", torch.bfloat16, 128)
+    if why is not None:
+        pytest.skip(str(why))
+    fp8_attention.build_kernel(2304, 3, 128, "cuda:0")
+    before = fp8_attention._graph.cache_info()
+    q, k, v = torch.randn((3, 1, 2304, 3, 128), device="cuda:0", dtype=torch.bfloat16)
+    attention("fp8")(q, k, v)
+    after = fp8_attention._graph.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
 
 
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b"])

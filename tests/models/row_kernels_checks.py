@@ -121,4 +121,4 @@ def test_to_and_from_fp8() -> None:
 
 
 def test_kernels_are_compiled_before_they_are_used() -> None:
-    row_kernels.compile_kernels(3, 8, (24, 96), torch.float16, "cpu")
+    row_kernels.compile_kernels(3, 8, torch.float16, "cpu", rounded_widths=(24, 96), fp8_attention=True)
