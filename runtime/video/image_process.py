@@ -119,6 +119,8 @@ class ImageProcess:
         if self._child is None:
             self._child = _Child()
         child = self._child
+        if child.ready:
+            child.begin()
         talk: Future[tuple[dict[str, Any], bytes]] = Future()
         arguments = (child, {**self._limits, "pixels": pixels}, data, talk)
         # The pipes block, and not every system can wait for several of them.
@@ -247,7 +249,7 @@ def _talk(child: _Child, request: dict[str, Any], data: bytes, talk: "Future[tup
     try:
         if not child.ready:
             receive(stdout)
-        child.begin()
+            child.begin()
         send(stdin, request, data)
         talk.set_result(receive(stdout))
     except BaseException as error:

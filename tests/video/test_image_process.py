@@ -62,6 +62,20 @@ def test_one_process_serves_all_threads(process: ImageProcess) -> None:
     assert process.decode(SMALL).image().tobytes() == picture().tobytes()
 
 
+def test_an_image_is_given_its_own_time(process: ImageProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    process.decode(SMALL)
+    assert process._child is not None
+    process._child.since -= 3600  # the last image was long ago
+    talk = image_process._talk
+
+    def talk_late(*arguments: Any) -> None:
+        time.sleep(4 * image_process._POLL_SECONDS)  # as on a busy machine
+        talk(*arguments)
+
+    monkeypatch.setattr(image_process, "_talk", talk_late)
+    assert size_of(process.decode(SMALL)) == (64, 48)
+
+
 def test_the_process_holds_nothing_but_pillow(process: ImageProcess) -> None:
     process.decode(SMALL)
     names = [Path(mapped.path).name for mapped in psutil.Process(process.pid).memory_maps()]
