@@ -66,7 +66,7 @@ class VideoOutput:
         self._rest: list[np.ndarray] = []
 
     def __enter__(self) -> "VideoOutput":
-        """Start ffmpeg, also to interpolate if the plan says so, and load the networks that it has for finished frames.
+        """Start ffmpeg, and load what the plan has for finished frames: an interpolator and an upscaler.
 
         Raises:
             OutputError, MachineError: see `VideoWriter`.

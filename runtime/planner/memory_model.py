@@ -274,8 +274,8 @@ def denoise_bytes(spec: ModelSpec, tokens: int, dtype: str, quantization: str = 
         widest = spec.transformer.width * inner * (DTYPE_BYTES[dtype] + _UNPACKING_BYTES)
     elif quantization != "none":
         widest = _QUANTIZED_WORKING[quantization] * tokens * inner
-    given = bool(spec.images) and spec.image_input is not None and spec.image_input.kind == "first_frame"
-    time_per_token = spec.expand_timesteps or given
+    first_frame = bool(spec.images) and spec.image_input is not None and spec.image_input.kind == "first_frame"
+    time_per_token = spec.expand_timesteps or first_frame
     working = spec.transformer.forward_bytes(tokens, DTYPE_BYTES[dtype], time_per_token=time_per_token)
     return working + widest
 
@@ -345,8 +345,10 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
         # With the frames, which are float32.
         count = (workload.decoded - 1) * vae.scale_factor_temporal + 1
         clip = _RGB_FLOAT32 * count * workload.height * workload.width
-        known = workload.context_bytes(["vae"])
-        return _BUFFER_SETS * clip + (0 if known else vae.decode_bytes(workload.decoded, *size, cpu=not workload.cuda))
+        context = workload.context_bytes(["vae"])
+        return _BUFFER_SETS * clip + (
+            0 if context else vae.decode_bytes(workload.decoded, *size, cpu=not workload.cuda)
+        )
     frames = 2 * _RGB_FLOAT32 * vae.scale_factor_temporal * workload.height * workload.width
     buffers = _BUFFER_SETS * vae.cache_bytes(*size)
     if workload.context_bytes(["vae"]):

@@ -308,8 +308,8 @@ def _profile_text(program: str, profile: ShapeProfile, spec: ModelSpec | None) -
 def _size_text(program: str, latent: LatentSize, spec: ModelSpec | None) -> str:
     frames, height, width = latent
     if program in SOUND_DECODERS:
-        known = spec and spec.sound_latents
-        return f"{known.seconds(frames):.1f} s of sound" if known else f"{counted(frames, 'latent')} of sound"
+        sound = spec and spec.sound_latents
+        return f"{sound.seconds(frames):.1f} s of sound" if sound else f"{counted(frames, 'latent')} of sound"
     if spec is None:
         return f"{frames} × {height} × {width} latent"
     pixels = formatting.size(width * spec.vae.scale_factor_spatial, height * spec.vae.scale_factor_spatial)

@@ -186,6 +186,30 @@ def frame_card(component: str) -> dict[str, Any]:
     }
 
 
+def finisher_card(component: str, width: int, height: int) -> dict[str, Any]:
+    """Return the fields of `ModelSpec` that upscalers and interpolators share, which take frames of any size and rate.
+
+    Args:
+        width, height: the default size of a frame, in pixels.
+    """
+    return {
+        **frame_card(component),
+        "latent_rgb": None,
+        "defaults": Defaults(
+            width=width,
+            height=height,
+            frames=1,
+            fps=16,
+            steps=1,
+            guidance_scale=1.0,
+            guidance_scale_2=None,
+            negative_prompt="",
+        ),
+        "sizes": (),
+        "frame_counts": (),
+    }
+
+
 def read_architecture(config: Mapping[str, Any]) -> FrameDecoderSpec:
     """Return the architecture that a configuration describes.
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from runtime.core.request import UPSCALER
-from runtime.families.dcae.spec import frame_card
+from runtime.families.dcae.spec import finisher_card
 from runtime.models.folder import up_to
 from runtime.models.registry import Family, KnownModel, PartFiles
-from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import WeightFiles
 
 COMPACT, RRDB = "SRVGGNetCompact", "RRDBNet"
@@ -257,27 +257,8 @@ def upscaler_spec(name: str, title: str, license_name: str, files: WeightFiles, 
         vae=spec,
         parameters={UPSCALER: files.parameters},
         files={UPSCALER: WeightFiles(**{**vars(files), "config": config})},
-        **_CARD,
+        **finisher_card(UPSCALER, 64, 64),
     )
-
-
-_CARD: Mapping[str, Any] = {
-    **frame_card(UPSCALER),
-    "latent_rgb": None,
-    # Frames of any size and rate are upscaled.
-    "defaults": Defaults(
-        width=64,
-        height=64,
-        frames=1,
-        fps=16,
-        steps=1,
-        guidance_scale=1.0,
-        guidance_scale_2=None,
-        negative_prompt="",
-    ),
-    "sizes": (),
-    "frame_counts": (),
-}
 
 
 class EsrganFamily(Family):

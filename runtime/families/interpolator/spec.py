@@ -4,17 +4,16 @@ Its weights ship with Tandem. Two frames are the "latents" of `models.spec.VaeSp
 result.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from runtime.core.request import INTERPOLATOR
-from runtime.families.dcae.spec import frame_card
+from runtime.families.dcae.spec import finisher_card
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.registry import Family, KnownModel
-from runtime.models.spec import Defaults, ModelSpec
+from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import WeightFiles, file_tensors, stored_weights
 
 WEIGHTS = EMBEDDED / "interpolator" / "model.safetensors"
@@ -106,25 +105,6 @@ class InterpolatorSpec:
         return 0 * height * width * element_bytes
 
 
-_CARD: Mapping[str, Any] = {
-    **frame_card(INTERPOLATOR),
-    "latent_rgb": None,
-    # Frames of any size and rate are interpolated.
-    "defaults": Defaults(
-        width=192,
-        height=112,
-        frames=1,
-        fps=16,
-        steps=1,
-        guidance_scale=1.0,
-        guidance_scale_2=None,
-        negative_prompt="",
-    ),
-    "sizes": (),
-    "frame_counts": (),
-}
-
-
 def interpolator_model() -> ModelSpec:
     """Return the network as a model of its own.
 
@@ -149,7 +129,7 @@ def _model(path: Path, changed: int) -> ModelSpec:
         vae=InterpolatorSpec(),
         parameters={INTERPOLATOR: files.parameters},
         files={INTERPOLATOR: files},
-        **_CARD,
+        **finisher_card(INTERPOLATOR, 192, 112),
     )
 
 

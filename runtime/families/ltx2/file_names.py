@@ -187,7 +187,7 @@ def parameters(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
         assert shape is not None
         if shape == ABSENT:
             continue
-        known = tuple(size or 0 for size in shape)
-        yield f"{module}.weight", known
-        if len(known) == _MATRIX:
-            yield f"{module}.bias", known[:1]
+        whole = tuple(size or 0 for size in shape)
+        yield f"{module}.weight", whole
+        if len(whole) == _MATRIX:
+            yield f"{module}.bias", whole[:1]

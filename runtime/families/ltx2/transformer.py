@@ -165,14 +165,14 @@ def text_keys_values(
     layers = (block.attn2, "prompt_scale_shift_table"), (block.audio_attn2, "audio_prompt_scale_shift_table")
     results = []
     for text, rows_added, (attn, name) in zip(texts, added, layers, strict=True):
-        given = text
+        states = text
         if block.cross_attn_adaln:
             table = getattr(block, name)[None].float()
             rows = table if rows_added is None else table + rows_added
             shift, scale = rows.chunk(2, dim=1)
-            given = (text * (1 + scale) + shift).to(text.dtype)
-        keys = _normed(block, attn.norm_k, attn.to_k(given))
-        results.append((_in_heads(attn, keys), _in_heads(attn, attn.to_v(given))))
+            states = (text * (1 + scale) + shift).to(text.dtype)
+        keys = _normed(block, attn.norm_k, attn.to_k(states))
+        results.append((_in_heads(attn, keys), _in_heads(attn, attn.to_v(states))))
     return tuple(results)
 
 

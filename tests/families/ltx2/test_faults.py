@@ -49,7 +49,7 @@ STEPS = 3
 
 
 class Clip(NamedTuple):
-    """A job of a tiny LTX-2.3."""
+    """A job of a tiny LTX-2."""
 
     spec: ModelSpec
     plan: ExecutionPlan

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES, STAGE_2_DISTI
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.core.errors import ModelError
-from runtime.core.events import Event, Failed, OutOfMemory, Paused, Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.events import Failed, OutOfMemory, Paused, Resumed, StageStarted, StepDone, VideoSaved
 from runtime.core.loras import Expert, Lora
 from runtime.core.plan import ExecutionPlan
 from runtime.core.progress import Progress
@@ -38,45 +38,22 @@ from runtime.models.weights import load_module
 from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.stages import images_of
 from tests.families.conftest import Command
-from tests.families.ltx2.test_faults import save_each_step
+from tests.families.ltx2.test_faults import Clip, save_each_step
 from tests.families.ltx2.test_loras import factors, named
 from tests.families.ltx2.test_parity import conditions
-from tests.families.test_second_family import frames
 from tests.image_files import with_saved
 from tests.lora_files import save
 from tests.models.hub import Repository, of_folder, served
 from tests.pipeline.failing import Failing, full
 from tests.pipeline.killing import killed
-from tests.pipeline.runs import Choice, events_of, never
+from tests.pipeline.runs import events_of
 from tests.plans import tiny_plan
-from tests.sounds import sound_in
 from tests.tiny_models import LTX2_DISTILLED
 
 Tiny = Callable[[str], ModelSpec]
 FIRST, SECOND = 3, len(REFINING_LEVELS)
 ALL = FIRST + SECOND
 IMAGES: list[tuple[str, ...]] = [(), ("image",), ("last_image",), ("image", "last_image")]
-
-
-class Clip(NamedTuple):
-    """A job in two stages."""
-
-    spec: ModelSpec
-    plan: ExecutionPlan
-    job: Path
-
-    def run(self, pause_at: Choice = never) -> list[Event]:
-        """Run it with checkpoints."""
-        with Residency() as residency:
-            return events_of(self.plan, self.spec, residency, pause_at=pause_at, checkpoints=CheckpointFolder(self.job))
-
-    @property
-    def seen_and_heard(self) -> tuple[bytes, bytes]:
-        """The frames and the lossless sound of its video."""
-        kind, sound = sound_in(self.plan.output) or ("", None)
-        assert kind == "flac"
-        assert sound is not None
-        return frames(str(self.plan.output)), sound.samples.tobytes()
 
 
 @pytest.fixture
