@@ -44,6 +44,7 @@ from runtime.core.errors import GroupError
 from runtime.core.events import Event, Failed, StepDone, VideoSaved
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
+from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.residency import Residency
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import known_as
@@ -146,7 +147,7 @@ def guided(denoiser: Any, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Return both passes of a step, as `sampling` calls them."""
     latents, when, positive, negative = given
     if denoiser.pairs:
-        return torch.cat(denoiser.pair(latents, when, positive, negative))
+        return torch.cat(tuple(denoiser.together(latents, when, {PROMPTED: positive, UNPROMPTED: negative})))
     return torch.cat([denoiser(latents, when, positive), denoiser(latents, when, negative)])
 
 

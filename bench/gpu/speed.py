@@ -46,6 +46,7 @@ from runtime.core.plan import EAGER, Speed
 from runtime.engines.reference import full_float32
 from runtime.execution.attention import attention, problem, with_usable_attention
 from runtime.execution.compilation import discard_compiled_code
+from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.residency import Residency
 from runtime.families.wan.spec import vae_spec
 from runtime.families.wan.transformer import PyTorchDenoiser
@@ -760,7 +761,8 @@ def small(bench: Bench) -> None:
 
                 def run() -> torch.Tensor:
                     if denoiser.pairs:
-                        return torch.cat(denoiser.pair(latents, timestep, *texts))
+                        given = dict(zip((PROMPTED, UNPROMPTED), texts, strict=True))
+                        return torch.cat(tuple(denoiser.together(latents, timestep, given)))
                     # A graph's result is written over by the next call of the same text.
                     return torch.cat([denoiser(latents, timestep, text).clone() for text in texts])
 

@@ -1,6 +1,6 @@
 """Interfaces of a model's components, and of the family's `components` module that implements them in PyTorch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -36,7 +36,7 @@ class Denoiser(Protocol):
 
     @property
     def pairs(self) -> bool:
-        """Whether `pair` is faster than two calls."""
+        """Whether `together` is faster than calls one after the other."""
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
@@ -57,10 +57,14 @@ class Denoiser(Protocol):
             the call after the next.
         """
 
-    def pair(
-        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Predict the velocity with each of two texts; arguments and results are those of two calls."""
+    def together(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Predict the velocity in several passes of a step; arguments and results are those of a call for each.
+
+        Args:
+            texts: the text embeddings of each pass.
+        """
 
     def begin_step(self, *, fresh: bool, exact: bool) -> None:
         """Prepare for the passes of a step.

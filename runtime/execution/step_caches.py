@@ -13,10 +13,10 @@ takes more than a hundred gigabytes for Wan2.2-A14B, or (lite) predictions, whic
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -54,16 +54,26 @@ class StepCaching:
             return
         assert not self.pairs, "each pass has its own cache"
         assert self._graphed is None, "each call may skip blocks"
-        with step_cached(self._module, step_cache, sharing, self._parts):
+        with step_cached(self._module, step_cache, sharing, partial(self._parts, sharing=sharing)):
             self._caches = True
             try:
                 yield
             finally:
                 self._caches = False
 
-    def _parts(self, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the parts of a residual that are compared apart: all blocks are computed if one of them changes."""
-        return (residual,)
+    def _parts(self, residual: torch.Tensor, sharing: Sharing | None) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a residual that are compared apart, without padding.
+
+        All blocks are computed if one of them changes. What each of several processes has as a whole may be a part.
+        """
+        return (residual if sharing is None else sharing.real(residual),)
+
+    def together(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """See `execution.components.Denoiser`."""
+        call = cast("Callable[..., torch.Tensor]", self)
+        return [call(latents, timestep, text, which) for which, text in texts.items()]
 
     def begin_step(self, *, fresh: bool, exact: bool) -> None:
         """See `execution.components.Denoiser`."""
@@ -123,9 +133,11 @@ def step_cached(
 
 
 def changed(now: torch.Tensor, before: torch.Tensor, strength: float, sharing: Sharing | None) -> bool:
-    """Return whether the mean change of residuals, (batch, tokens, width), exceeds `strength` times their mean size."""
-    if sharing is not None:
-        now, before = sharing.real(now), sharing.real(before)
+    """Return whether the mean change of residuals exceeds `strength` times their mean size.
+
+    Args:
+        now, before: without padding; of `sharing`'s processes each has its share, or all the same.
+    """
     sums = torch.stack([(now - before).abs().sum(dtype=torch.float32), before.abs().sum(dtype=torch.float32)])
     change, size = sums.tolist() if sharing is None else sharing.summed(sums)
     return bool(change > strength * size)

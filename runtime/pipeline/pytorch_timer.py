@@ -89,6 +89,7 @@ class PyTorchTimer:
         import torch
 
         from runtime.engines.verify import seconds_of
+        from runtime.execution.components import PROMPTED, UNPROMPTED
         from runtime.execution.residency import Residency, compute_as_planned
 
         latents = torch.randn(1, self.spec.transformer.in_channels, *size, device=device)
@@ -102,7 +103,7 @@ class PyTorchTimer:
 
             def call() -> object:
                 if denoiser.pairs:
-                    return denoiser.pair(latents, timestep, first, second)
+                    return denoiser.together(latents, timestep, {PROMPTED: first, UNPROMPTED: second})
                 return denoiser(latents, timestep, first)
 
             def measure(plan: ExecutionPlan) -> float:

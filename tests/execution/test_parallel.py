@@ -18,7 +18,7 @@ from runtime.core.cancel import Cancel
 from runtime.core.errors import GroupError
 from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
-from runtime.execution.components import components_of
+from runtime.execution.components import PROMPTED, UNPROMPTED, components_of
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Limits
 from runtime.execution.parallel.proxies import GroupManager, SentTexts, SharedDenoiser, SharedVideoDecoder
@@ -96,7 +96,8 @@ def test_a_pass_equals_that_of_one_process(size: tuple[int, int, int], loaded: L
     positive, negative = texts()
     expected = loaded.local_denoiser(latents, timestep, positive), loaded.local_denoiser(latents, timestep, negative)
     assert (expected[0] - expected[1]).abs().max() > 1e-3
-    for result, one in zip(loaded.denoiser.pair(latents, timestep, positive, negative), expected, strict=True):
+    guided = {PROMPTED: positive, UNPROMPTED: negative}
+    for result, one in zip(loaded.denoiser.together(latents, timestep, guided), expected, strict=True):
         torch.testing.assert_close(result, one, rtol=0, atol=1e-5)
     # A step without guidance.
     torch.testing.assert_close(loaded.denoiser(latents, timestep, negative), expected[1], rtol=0, atol=1e-5)
@@ -179,7 +180,6 @@ def test_both_experts_are_compiled_once(tiny: Tiny, tmp_path: Path) -> None:
     try:
         assert dist.group.WORLD is not None
         tokens = Tokens(dist.group.WORLD)
-        tokens.count = 3
         for name in ("transformer", "transformer_2"):
             denoiser = PyTorchDenoiser(load_module(spec, name, PART))
             module = denoiser._module
@@ -300,7 +300,9 @@ def test_a_process_that_does_not_respond_ends_the_group(loaded: Loaded) -> None:
     processes[2].send_signal(signal.SIGSTOP)
     with pytest.raises(GroupError) as failed:
         # The message is larger than the socket's buffer, so that sending it blocks.
-        loaded.denoiser.pair(latents_of(loaded.spec, (3, 60, 40)), torch.tensor(500), positive, negative)
+        loaded.denoiser.together(
+            latents_of(loaded.spec, (3, 60, 40)), torch.tensor(500), {PROMPTED: positive, UNPROMPTED: negative}
+        )
     assert failed.value.data["gpu"] == 3
     assert failed.value.data["cause"] == Fact("parallel.not_responding", {"seconds": SILENCE})
     assert loaded.group_manager.group is None

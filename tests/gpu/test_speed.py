@@ -17,6 +17,7 @@ from runtime.core.request import ATTENTIONS, GenerationRequest
 from runtime.engines.reference import full_float32
 from runtime.execution import fp8_attention
 from runtime.execution.attention import attention, problem
+from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae as wan_vae
 from runtime.families.wan.vae import PyTorchVideoDecoder, TritonDecoderOps
@@ -91,8 +92,9 @@ def test_unavailable_options_are_reported() -> None:
     with Residency() as residency, residency.denoiser(spec, job, "transformer") as denoiser:
         latents = torch.randn(plan.latent_shape, device="cuda:0")
         texts = torch.randn(2, 1, 512, spec.transformer.text_dim, device="cuda:0")
+        timestep = torch.tensor(500.0, device="cuda:0")
         for _ in range(3):
-            denoiser.pair(latents, torch.tensor(500.0, device="cuda:0"), *texts)
+            denoiser.together(latents, timestep, dict(zip((PROMPTED, UNPROMPTED), texts, strict=True)))
     assert not job.fallen
 
 

@@ -277,7 +277,7 @@ class Computed:
     """A transformer that computes its prediction from the latents alone, by one function for each kind of prompt."""
 
     pairs = False
-    pair: Any = None
+    together: Any = None
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Components that several GPUs run together: loading them into a group of processes, and calling them like others."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 
@@ -14,14 +14,16 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, ComponentPlan, Speed, Split
 from runtime.core.step_cache import NONE
 from runtime.engines.store import EngineStore
-from runtime.execution.components import PROMPTED, UNPROMPTED, SectionInputs
+from runtime.execution.components import PROMPTED, SectionInputs
 from runtime.execution.decoded_frames import longer_side
 from runtime.execution.parallel.group import Group, Limits
+from runtime.execution.streams import Streams
 from runtime.machine.probe import gpu_index
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.spec import ModelSpec
 
 _PARTS = TypeAdapter(ComponentPlan)
+_STREAMS = TypeAdapter(Streams)
 _TEXTS_KEPT = 2
 
 
@@ -73,10 +75,9 @@ class SharedDenoiser:
     on_skipped: Callable[[Fact], None]
 
     def __init__(
-        self, group: Group, spec: ModelSpec, name: str, dtype: torch.dtype, texts: SentTexts, check: Callable[[], None]
+        self, group: Group, name: str, dtype: torch.dtype, texts: SentTexts, check: Callable[[], None]
     ) -> None:
         self._group = group
-        self._patch = spec.transformer.patch_size
         self._name = name
         self._dtype = dtype
         self._texts = texts
@@ -103,38 +104,18 @@ class SharedDenoiser:
         """See `Denoiser`; the processes do it with the next pass."""
         self._fresh, self._exact = fresh, exact
 
-    def see(self, inputs: SectionInputs) -> None:
-        """See `SectionDenoiser`; all processes of a pass see the whole, and share its tokens with those of the text."""
-        tensors = inputs.clean, inputs.history_2x, inputs.history_4x, inputs.image_embeds
-        self._group.call(
-            "see",
-            self.check,
-            [tensor.to(self._dtype) for tensor in tensors],
-            name=self._name,
-            section=inputs.section.as_json(),
-            guidance_scale=inputs.guidance_scale,
-        )
-
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `Denoiser`."""
-        return self._forward(latents, timestep, {which: text_embeds})[0]
+        return self.together(latents, timestep, {which: text_embeds})[0]
 
-    def pair(
-        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Denoiser`; the two passes run at the same time if they run on different GPUs."""
-        prompted, unprompted = self._forward(latents, timestep, {PROMPTED: first, UNPROMPTED: second})
-        return prompted, unprompted
-
-    def _forward(
-        self, latents: torch.Tensor, timestep: torch.Tensor, texts: dict[str, torch.Tensor]
+    def together(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor]:
+        """See `Denoiser`; passes run at the same time if they run on different GPUs."""
         fresh, self._fresh = self._fresh, False
         numbers, forgotten, new, sent = self._texts.number(list(texts.values()))
-        _, _, frames, height, width = latents.shape
-        tokens = (frames // self._patch[0]) * (height // self._patch[1]) * (width // self._patch[2])
         answers = self._group.call(
             "forward",
             self.check,
@@ -146,7 +127,6 @@ class SharedDenoiser:
             exact=self._exact,
             forget=forgotten,
             new=new,
-            tokens=tokens,
         )
         results: dict[int, torch.Tensor] = {}
         for answer in answers:
@@ -156,6 +136,43 @@ class SharedDenoiser:
             for reason in answer.values["skipped"]:
                 self.on_skipped(Fact.model_validate(reason))
         return [results[index].to(latents.device) for index in range(len(texts))]
+
+
+class SharedSectionDenoiser(SharedDenoiser):
+    """One of a model that makes videos in sections; see `SectionDenoiser`."""
+
+    def see(self, inputs: SectionInputs) -> None:
+        """See `SectionDenoiser`; all processes of a pass see the whole, and share its tokens with those of the text."""
+        tensors = inputs.clean, inputs.history_2x, inputs.history_4x, inputs.image_embeds
+        self._group.call(
+            "see_section",
+            self.check,
+            [tensor.to(self._dtype) for tensor in tensors],
+            name=self._name,
+            section=inputs.section.as_json(),
+            guidance_scale=inputs.guidance_scale,
+        )
+
+
+class SharedStreamDenoiser(SharedDenoiser):
+    """One of a model that denoises video and sound together; see `StreamDenoiser`."""
+
+    def see(self, streams: Streams, skipping_blocks: tuple[int, ...]) -> None:
+        """See `StreamDenoiser`."""
+        self._group.call(
+            "see_streams",
+            self.check,
+            name=self._name,
+            streams=_STREAMS.dump_python(streams, mode="json"),
+            skipping_blocks=skipping_blocks,
+        )
+
+
+def _denoiser_kind(spec: ModelSpec) -> type[SharedDenoiser]:
+    """Return the class of a model's denoisers."""
+    if spec.sound_latents is not None:
+        return SharedStreamDenoiser
+    return SharedDenoiser if spec.section is None else SharedSectionDenoiser
 
 
 class SharedVideoDecoder:
@@ -284,7 +301,7 @@ class GroupManager:
             if name == "vae":
                 return Shared(group, name, SharedVideoDecoder(group, check))
             dtype = getattr(torch, answers[0].values["dtype"])
-            denoiser = SharedDenoiser(group, spec, name, dtype, self._texts, check)
+            denoiser = _denoiser_kind(spec)(group, name, dtype, self._texts, check)
             return Shared(group, name, denoiser, engines.pop_all())
 
     def reset_peak_memory(self) -> None:

@@ -35,6 +35,7 @@ from runtime.execution.components import (
     PyTorchDenoiser,
     SectionDenoiser,
     SectionInputs,
+    StreamDenoiser,
     StripDecoder,
     components_of,
 )
@@ -42,6 +43,7 @@ from runtime.execution.decoded_frames import as_bytes
 from runtime.execution.engine_failures import failure_of_engine
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.streams import Streams
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.registry import read_spec
 from runtime.models.sections import Section
@@ -239,7 +241,7 @@ class Rank:
         self._step_caches[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
         return {}, []
 
-    def see(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
+    def see_section(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Set what a section of a video is sampled from; `tensors` are those of `SectionInputs`, in its order."""
         clean, history_2x, history_4x, image_embeds = (tensor.to(self._device) for tensor in tensors)
         inputs = SectionInputs(
@@ -253,15 +255,20 @@ class Rank:
         cast("SectionDenoiser", self._denoisers[task["name"]]).see(inputs)
         return {}, []
 
+    def see_streams(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Set the shapes of video and sound, and the blocks that passes of one kind skip."""
+        streams = TypeAdapter(Streams).validate_python(task["streams"])
+        cast("StreamDenoiser", self._denoisers[task["name"]]).see(streams, tuple(task["skipping_blocks"]))
+        return {}, []
+
     def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
-        """Compute this process's share of one or both guidance passes.
+        """Compute this process's share of one or more guidance passes.
 
         The first process of those that share a pass returns its result. Values of the task, besides `name`:
 
         - `texts`, `which`: the text embeddings (by number) and the kind of each pass
         - `new`, `forget`: numbers of the text embeddings that this message contains, and of those to free
         - `fresh`, `exact`: see `Denoiser.begin_step`
-        - `tokens`: number of tokens of a pass
         """
         latents, timestep, *new = tensors
         for number in task["forget"]:
@@ -269,8 +276,6 @@ class Rank:
         for number, text in zip(task["new"], new, strict=True):
             self._texts[number] = text.to(self._device)
         texts = task["texts"]
-        if self._tokens is not None:
-            self._tokens.count = task["tokens"]
         # Consecutive processes share a pass; the groups of them take the passes in turn.
         group, first = self._number // self._sequence, self._number % self._sequence == 0
         groups = dist.get_world_size() // self._sequence
@@ -325,7 +330,8 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
         "load": rank.load,
         "free": rank.free,
         "cache": rank.cache,
-        "see": rank.see,
+        "see_section": rank.see_section,
+        "see_streams": rank.see_streams,
         "forward": rank.forward,
         "decode": rank.decode,
         "next": rank.next,

@@ -34,7 +34,7 @@ class Tokens:
 
     Attributes:
         parts: the most parts of a process's heads: it attends in one while others are exchanged; 1 for no overlap.
-        count: tokens of the current pass; set before it.
+        count: tokens of the current pass; a transformer sets it before its blocks.
     """
 
     def __init__(self, group: dist.ProcessGroup, parts: int = PARTS) -> None:
@@ -80,6 +80,15 @@ class Tokens:
         """Return an attention kernel that is called with, and returns, this process's share of the tokens."""
         return lambda query, key, value: self._attend((query, key, value), kind)
 
+    def around_whole(self, kind: str) -> Attention:
+        """Return an attention kernel for queries that every process has, all of them, as has its result.
+
+        Keys and values are this process's share of the tokens. Every process gets the same bits.
+        """
+        return lambda query, key, value: _attend_whole(
+            query, *(self._to_parts(x, 1)[0] for x in (key, value)), kind, self._name, self.count
+        )
+
     def _attend(self, qkv: tuple[torch.Tensor, ...], kind: str) -> torch.Tensor:
         if kind == FP8 and self.count >= MIN_TOKENS:
             return self._attend_fp8(qkv)
@@ -93,17 +102,18 @@ class Tokens:
         attended: torch.Tensor = computed(from_fp8, out.view(torch.float8_e4m3fn), scales[2], qkv[0].dtype)
         return attended
 
-    def _to_parts(self, x: torch.Tensor) -> torch.Tensor:
+    def _to_parts(self, x: torch.Tensor, most: int | None = None) -> torch.Tensor:
         """Return a share of the tokens in the order in which it is sent.
 
         Args:
             x: (batch, share of tokens, heads, width); heads are a multiple of the processes.
+            most: parts, instead of `parts`.
 
         Returns:
             (parts, processes, share, batch, heads of a part, width), see `attend_in_parts`.
         """
         heads = x.shape[2] // self._degree
-        parts = max(count for count in range(1, self.parts + 1) if heads % count == 0)
+        parts = max(count for count in range(1, (most or self.parts) + 1) if heads % count == 0)
         return x.unflatten(2, (self._degree, parts, heads // parts)).permute(3, 2, 1, 0, 4, 5).contiguous()
 
     def _from_parts(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,13 +161,39 @@ def attend_in_parts(
     for part, works in enumerate(arriving):
         for work in works:
             work.wait()
-        of_heads = [x[part].flatten(0, 1)[:count].transpose(0, 1) for x in received]
+        of_heads = [_all_tokens(x[part], count) for x in received]
         padded = _padded(_attend_by(kind, of_heads, scales), processes * share)
         attended.append(padded.unflatten(1, (processes, share)).permute(1, 2, 0, 3, 4).contiguous())
         leaving.append(_start(out[part], attended[part], group))
     for work in leaving:
         work.wait()
     return out
+
+
+def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, group: str, count: int) -> torch.Tensor:
+    """Exchange tokens of keys and values for heads, attend with these heads, and gather the results.
+
+    Args:
+        q: all queries, (batch, queries, heads, width), the same in each process.
+        k, v: this process's tokens, each (processes, share, batch, heads of a process, width), contiguous.
+        kind, group, count: see `attend_in_parts`; tokens are those of keys and values.
+
+    Returns:
+        The result for all queries and heads, shaped like `q`.
+    """
+    received = [torch.empty_like(x) for x in (k, v)]
+    for work in [_start(to, x, group) for to, x in zip(received, (k, v), strict=True)]:
+        work.wait()
+    own = q.chunk(len(k), dim=2)[dist.get_rank(_GROUPS[group])]
+    attended = attention(kind)(own, *(_all_tokens(x, count) for x in received)).contiguous()
+    parts = [torch.empty_like(attended) for _ in range(len(k))]
+    dist.all_gather(parts, attended, group=_GROUPS[group])
+    return torch.cat(parts, dim=2)
+
+
+def _all_tokens(received: torch.Tensor, count: int) -> torch.Tensor:
+    """Return (batch, count, heads, width) of what each process sent, (processes, share, batch, heads, width)."""
+    return received.flatten(0, 1)[:count].transpose(0, 1)
 
 
 def _attend_by(kind: str, qkv: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:
@@ -176,9 +212,17 @@ def _start(received: torch.Tensor, x: torch.Tensor, group: str) -> dist.Work:
 _attend_shared = torch.library.custom_op("tandem::attend_shared", attend_in_parts, mutates_args=())
 
 
+_attend_whole = torch.library.custom_op("tandem::attend_whole", attend_whole, mutates_args=())
+
+
 @_attend_shared.register_fake
 def _(q: torch.Tensor, *_rest: object) -> torch.Tensor:
     return torch.empty_like(q)
+
+
+@_attend_whole.register_fake
+def _(q: torch.Tensor, *_rest: object) -> torch.Tensor:
+    return q.new_empty(q.shape)
 
 
 @torch.library.custom_op("tandem::maximum", mutates_args=())

@@ -30,7 +30,7 @@ from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import BlockKernels
 from runtime.execution.block_engines import BlockEngines, BoundWeights
 from runtime.execution.compilation import CompiledStep
-from runtime.execution.components import PROMPTED, UNPROMPTED, OnDegraded
+from runtime.execution.components import PROMPTED, OnDegraded
 from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.fused_layers import fuse as fuse_layers
 from runtime.execution.fused_layers import unfuse_if_stale
@@ -662,9 +662,3 @@ class PyTorchDenoiser(StepCaching):
     def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], torch.Tensor]) -> torch.Tensor:
         velocity: torch.Tensor = self._module(latents, timestep, text())
         return velocity
-
-    def pair(
-        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `execution.components.Denoiser`."""
-        return self(latents, timestep, first), self(latents, timestep, second, UNPROMPTED)

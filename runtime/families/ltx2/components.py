@@ -16,7 +16,9 @@ from runtime.core.plan import EAGER, Speed
 from runtime.core.request import SOUND_DECODERS
 from runtime.execution.components import SoundDecoder, StripDecoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
+from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
+from runtime.families.ltx2 import transformer
 from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
 from runtime.families.ltx2.sound_programs import SpectrumForm, VocoderForm
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
@@ -111,9 +113,9 @@ def strip_decoder(
     raise AssertionError(module, device, number, count, speed)
 
 
-def share_tokens(module: torch.nn.Module, tokens: Any) -> None:
-    """One GPU denoises: the spec does not support several."""
-    raise AssertionError(module, tokens)
+def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
+    """See `execution.components.Components`."""
+    transformer.share_tokens(module, tokens)
 
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:

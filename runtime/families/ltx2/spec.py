@@ -43,7 +43,6 @@ VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_he
 # The VAE runs in diffusers' module as it is, and decodes a clip in one call, on one GPU. The passes of a step differ in
 # more than their text, so they are separate calls. CUDA graphs of them were never recorded on a GPU yet.
 _LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
-_UNSUPPORTED = frozenset({"gpus", "guidance_cache"})
 # The components in the order they run; engines are built of the VAE's parts and of the sound's.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
@@ -780,7 +779,6 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, last="keyframe", crf=_IMAGE_CRF),
         "sound": configs.sound,
         "lacks": _LACKS if configs.transformer.keeps_text else _LACKS | {"text_kept"},
-        "unsupported": _UNSUPPORTED,
         "unquantized": file_names.UNQUANTIZED,
     }
 

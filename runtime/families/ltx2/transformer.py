@@ -15,11 +15,14 @@ Equal to `diffusers.LTX2VideoTransformer3DModel` up to rounding (tests/families/
 Both streams are one tensor between blocks, (1, numbers), in which the sound's tokens follow the video's. So step caches
 keep and reuse the residuals of both together.
 
+Several processes can compute a pass together (`share_tokens`). Each has a share of the video's tokens and all of the
+sound's, which are few. Only attention to the video needs tokens of other processes: the video's self-attention, and the
+sound's attention to the video, in which each process computes some heads and sends the result to all.
+
 `install` replaces `forward` of a loaded module and its blocks, so that diffusers' hooks, and with them offloading and
 caching, still work. Dropout is left out: its probability is 0.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import MethodType
@@ -33,11 +36,12 @@ from runtime.core.step_cache import NONE
 from runtime.execution.attention import Attention, BlockKernels, attention, exact_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import CompiledStep
-from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTED, OnDegraded
+from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, OnDegraded
 from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.fused_layers import fuse as fuse_layers
 from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
+from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.streams import Streams
 from runtime.execution.text_states import TextState, TextStates
@@ -76,6 +80,14 @@ class Rotations(NamedTuple):
     sound: Angles
     video_cross: Angles
     sound_cross: Angles
+
+    def of_share(self, tokens: Tokens) -> "Rotations":
+        """Return those of this process's share of the video's tokens."""
+        video, video_cross = (
+            Angles(tokens.own(angles.cos), tokens.own(angles.sin), angles.distance)
+            for angles in (self.video, self.video_cross)
+        )
+        return self._replace(video=video, video_cross=video_cross)
 
 
 class Modulation(NamedTuple):
@@ -263,8 +275,12 @@ def _finish(
         block, x_angles, y_angles = video.block, rotations.video_cross, rotations.sound_cross
         x, x_asks, x_tells = _sum(video, *of_video, *_cross_modulations(video))
         y, y_tells, y_asks = _sum(sound, *of_sound, *_cross_modulations(sound))
-        x_added = _attend_other(block, block.audio_to_video_attn, x_asks, y_tells, x_angles, y_angles)
-        y_added = _attend_other(block, block.video_to_audio_attn, y_asks, x_tells, y_angles, x_angles)
+        x_added = _attend_other(
+            block, block.audio_to_video_attn, x_asks, y_tells, x_angles, y_angles, block.attend_other
+        )
+        y_added = _attend_other(
+            block, block.video_to_audio_attn, y_asks, x_tells, y_angles, x_angles, block.attend_video
+        )
         of_video, of_sound = (x, x_added, _row(video, -1)), (y, y_added, _row(sound, -1))
     x, x_normed = _sum(video, *of_video, _modulation(video, _FEED_FORWARD, _FEED_FORWARD + 1))
     y, y_normed = _sum(sound, *of_sound, _modulation(sound, _FEED_FORWARD, _FEED_FORWARD + 1))
@@ -297,13 +313,19 @@ def _cross_modulations(stream: _Stream) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 def _attend_other(
-    block: Any, attn: Any, x: torch.Tensor, other: torch.Tensor, rotation: Angles, other_rotation: Angles
+    block: Any,
+    attn: Any,
+    x: torch.Tensor,
+    other: torch.Tensor,
+    rotation: Angles,
+    other_rotation: Angles,
+    attend: Attention,
 ) -> torch.Tensor:
     """Return the result of a stream's attention to the other one, (1, tokens, width); both are normed."""
     fused = getattr(attn, _FUSED_OTHER, None)
     k, v = (attn.to_k(other), attn.to_v(other)) if fused is None else fused(other).chunk(2, 2)
     q, k = _normed(block, attn.norm_q, attn.to_q(x), rotation), _normed(block, attn.norm_k, k, other_rotation)
-    attended = block.attend_other(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v))
+    attended = attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v))
     return _projected(attn, attended, x)
 
 
@@ -379,9 +401,24 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step) -> 
     for block in module.transformer_blocks:
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
-        block.step, block.attend_other, block.attend_text = step, attend_other, attend_text
+        block.step, block.attend_text = step, attend_text
+        block.attend_other = block.attend_video = attend_other
     module.kernels = BlockKernels(speed)
     module.kernels.choose(module.transformer_blocks)
+
+
+def share_tokens(module: Any, tokens: Tokens) -> None:
+    """Divide the video's tokens among several processes; each computes the sound, see above.
+
+    Args:
+        module: a `diffusers.LTX2VideoTransformer3DModel` after `install`, which must not be called again. Its heads in
+            both streams are a multiple of the processes.
+    """
+    module.shared_tokens = tokens
+    module.kernels = module.kernels.shared(tokens.around)
+    attend_video = tokens.around_whole("native")
+    for block in module.transformer_blocks:
+        block.attend_video = attend_video
 
 
 def fuse(module: Any) -> bool:
@@ -437,12 +474,17 @@ def _forward(
     """
     dtype: torch.dtype = self.proj_in.weight.dtype
     video, sound = streams.split(latents)
+    x = video.flatten(2).transpose(1, 2).to(dtype)
+    first_count = streams.given * video.shape[3] * video.shape[4] if len(timestep) > 1 else 0
+    shared: Tokens | None = getattr(self, "shared_tokens", None)
+    if shared is not None:
+        shared.count = x.shape[1]
+        x, first_count = shared.own(x), shared.own_first(first_count)
     rotations = _rotations(self, streams, latents.device)
-    x = self.proj_in(video.flatten(2).transpose(1, 2).to(dtype))
+    x = self.proj_in(x)
     y = self.audio_proj_in(sound.transpose(1, 2).flatten(2).to(dtype))
     modulation, outer = _modulate(self, timestep, dtype)
     tokens, count = x.shape[1], y.shape[1]
-    first_count = streams.given * video.shape[3] * video.shape[4] if len(timestep) > 1 else 0
     state = text()
     joined = torch.cat([x.flatten(1), y.flatten(1)], dim=1)
     del x, y
@@ -464,6 +506,8 @@ def _forward(
         shift, scale = by_token(table, hidden.shape[1], first)
         predictions.append(project(computed(layer_norm, hidden, 1 + scale, shift, norm.eps, dtype)))
     predicted, predicted_sound = predictions
+    if shared is not None:
+        predicted = shared.all(predicted)
     return streams.join(
         predicted.transpose(1, 2),
         predicted_sound.unflatten(2, (sound.shape[1], sound.shape[3])).transpose(1, 2),
@@ -508,7 +552,10 @@ def _modulate(
 
 
 def _rotations(module: Any, streams: Streams, device: torch.device) -> Rotations:
-    """Return the rotations for a size; the last ones are cached until `PyTorchStreamDenoiser.forget`."""
+    """Return the rotations of this process's tokens for a size.
+
+    The last ones are cached until `PyTorchStreamDenoiser.forget`.
+    """
     key = (streams, device)
     cached: tuple[Any, Rotations] | None = module.__dict__.get("_tables")
     if cached is None or cached[0] != key:
@@ -526,7 +573,10 @@ def _rotations(module: Any, streams: Streams, device: torch.device) -> Rotations
             (module.cross_attn_rope, places[:, :1]),
             (module.cross_attn_audio_rope, times[:, :1]),
         )
-        cached = (key, Rotations(*(_angles(layer.rope_type, *layer(coords)) for layer, coords in layers)))
+        rotations = Rotations(*(_angles(layer.rope_type, *layer(coords)) for layer, coords in layers))
+        if (shared := getattr(module, "shared_tokens", None)) is not None:
+            rotations = rotations.of_share(shared)
+        cached = (key, rotations)
         module.__dict__["_tables"] = cached
     return cached[1]
 
@@ -607,11 +657,17 @@ class PyTorchStreamDenoiser(StepCaching):
         with super().caching(step_cache, sharing):
             yield
 
-    def _parts(self, residual: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _parts(self, residual: torch.Tensor, sharing: Sharing | None) -> tuple[torch.Tensor, ...]:
+        video, sound = residual.tensor_split([-self._sound_numbers], dim=1)
+        video = video.unflatten(1, (-1, self._module.proj_in.out_features))
+        return video if sharing is None else sharing.real(video), sound
+
+    @property
+    def _sound_numbers(self) -> int:
+        """Numbers of the sound's hidden states."""
         assert self._streams is not None
-        _, _, frames, *sides = self._streams.video
-        tokens = (len(self._streams.keyframes) + frames) * math.prod(sides)
-        return residual.tensor_split([tokens * self._module.proj_in.out_features], dim=1)
+        tokens: int = self._streams.sound[2] * self._module.audio_proj_in.out_features
+        return tokens
 
     def see(self, streams: Streams, skipping_blocks: tuple[int, ...]) -> None:
         """See `execution.components.StreamDenoiser`."""
@@ -651,9 +707,3 @@ class PyTorchStreamDenoiser(StepCaching):
 
     def _project(self, embeds: torch.Tensor) -> TextState:
         return project_text(self._module, embeds.to(self.dtype), keys_values=self._keeps_text)
-
-    def pair(
-        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `execution.components.Denoiser`."""
-        return self(latents, timestep, first), self(latents, timestep, second, UNPROMPTED)

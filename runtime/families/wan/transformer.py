@@ -15,7 +15,8 @@ hooks, and with them offloading, caching, LoRAs and quantized layers, still work
 enough, because the order of operations changes in the whole block.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -383,6 +384,10 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     last projection.
     """
 
+    def count_tokens(transformer: Any, args: tuple[Any, ...]) -> None:
+        grid = zip(args[0].shape[2:], transformer.config.patch_size, strict=True)
+        tokens.count = math.prod(size // patch for size, patch in grid)
+
     def divide_input(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (tokens.own(args[0]), *args[1:])
 
@@ -392,6 +397,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     blocks: Any = module.blocks
     parts: Any = module
     parts.own_first = tokens.own_first
+    parts.register_forward_pre_hook(count_tokens)
     parts.rope.register_forward_hook(divide_rotations)
     blocks[0].register_forward_pre_hook(divide_input)
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
@@ -477,12 +483,13 @@ class PyTorchDenoiser(StepCaching):
         with self._module.cache_context(which):
             return self._run(latents, timestep, text_embeds)
 
-    def pair(
-        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def together(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
         """See `Denoiser`."""
-        with_first, with_second = self._run(torch.cat([latents, latents]), timestep, first, second).split(1)
-        return with_first, with_second
+        if not self.pairs:
+            return super().together(latents, timestep, texts)
+        return self._run(torch.cat([latents] * len(texts)), timestep, *texts.values()).split(1)
 
     @property
     def compile_seconds(self) -> float:

@@ -14,6 +14,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.execution.attention import attention, sparse_kernel
 from runtime.execution.compilation import discard_compiled_code
+from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.parallel.proxies import GroupManager, SharedDenoiser
 from runtime.families.hunyuan_video.transformer import PyTorchDenoiser, fuse, install
 from runtime.models.spec import ModelSpec
@@ -208,7 +209,8 @@ def test_passes_with_texts_of_different_lengths_are_shared(shared: SharedDenoise
     latents, times, first = inputs(text=4)
     second = inputs(text=11)[2]
     denoiser = PyTorchDenoiser(load(tiny("hunyuan-video")))
-    for got, text in zip(shared.pair(latents, times, first, second), (first, second), strict=True):
+    texts = {PROMPTED: first, UNPROMPTED: second}
+    for got, text in zip(shared.together(latents, times, texts), texts.values(), strict=True):
         torch.testing.assert_close(got, denoiser(latents, times, text), rtol=0, atol=1e-5)
 
 

@@ -90,11 +90,11 @@ class LtxDenoiser:
         del which
         return predict(self._module, latents, timestep, text_embeds)
 
-    def pair(
-        self, latents: torch.Tensor, timestep: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def together(
+        self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
         """See `Denoiser`."""
-        return self(latents, timestep, first), self(latents, timestep, second)
+        return [self(latents, timestep, text, which) for which, text in texts.items()]
 
 
 class LtxVideoDecoder:

@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from runtime.core.plan import ComponentPlan, EngineRef, Speed
 from runtime.execution.block_engines import BlockEngines
+from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.families.wan.transformer import PyTorchDenoiser, block_step, fuse, install
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -69,7 +70,8 @@ def test_predictions_equal_diffusers(case: Case, speed: Speed) -> None:
         assert not close(wanted[0], wanted[1])
         given = torch.tensor(timestep)
         if speed.paired:
-            got = list(denoiser.pair(case.latents, given, *case.texts))
+            texts = dict(zip((PROMPTED, UNPROMPTED), case.texts, strict=True))
+            got = list(denoiser.together(case.latents, given, texts))
         else:
             got = [denoiser(case.latents, given, text) for text in case.texts]
         assert all(close(a, b) for a, b in zip(got, wanted, strict=True))
