@@ -172,7 +172,7 @@ class Split(FrozenModel):
 
     Attributes:
         devices: torch devices, one for each process; only the first runs components that are not shared.
-        guidance: 2 if the two guidance passes run on different GPUs, else 1.
+        guidance: how many passes of a step run at the same time, each on other GPUs.
         sequence: number of GPUs that share the tokens of one pass; `guidance` × `sequence` is the number of devices.
         decode: whether each GPU decodes a strip of every frame.
     """
@@ -188,8 +188,8 @@ class Split(FrozenModel):
         if self.guidance == 1:
             return Fact("planner.tokens_shared", {"sequence": self.sequence})
         if self.sequence == 1:
-            return Fact("planner.guidance_shared")
-        return Fact("planner.guidance_and_tokens_shared", {"sequence": self.sequence})
+            return Fact("planner.passes_shared", {"passes": self.guidance})
+        return Fact("planner.passes_and_tokens_shared", {"passes": self.guidance, "sequence": self.sequence})
 
     def shares(self, component: str) -> bool:
         """Return whether all GPUs run a component together."""

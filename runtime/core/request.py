@@ -388,8 +388,8 @@ class GenerationRequest(FrozenModel):
         str,
         Choice(
             label="Guidance cache",
-            help="Leave out the pass without the prompt in every other step in which it differs from the pass with it "
-            "by at most this share: faster with guidance, but not exactly the same video.",
+            help="Leave out a guidance pass in every other step in which it differs from the pass with the prompt by "
+            "at most this share: faster with guidance, but not exactly the same video.",
             group="acceleration",
             flag="--guidance-cache",
             unset=OFF,

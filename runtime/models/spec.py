@@ -7,7 +7,7 @@ architecture. Knows nothing about machines or engines.
 from collections.abc import Mapping
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -349,6 +349,7 @@ class SoundLatents:
         channels, bins: of each latent.
         per_second: latents of a second.
         width: channels of a latent in the transformer, which attends to a text of its own.
+        heads: of its attention to the video.
         parts: what `SOUND_DECODERS` compute, by name.
         guidance: of both streams.
     """
@@ -357,6 +358,7 @@ class SoundLatents:
     bins: int
     per_second: float
     width: int
+    heads: int
     parts: Mapping[str, SoundPart]
     guidance: StreamGuidance
 
@@ -686,6 +688,12 @@ class ModelSpec:
         """The forward passes of a step with guidance."""
         latents = self.sound_latents
         return 2 if latents is None else latents.guidance.passes
+
+    @property
+    def shared_heads(self) -> int:
+        """What GPUs that share the tokens of a pass divide evenly: the heads, and with sound as many of its heads."""
+        latents, heads = self.sound_latents, self.transformer.num_attention_heads
+        return heads if latents is None else gcd(heads, latents.heads)
 
     @property
     def sound_latents(self) -> SoundLatents | None:

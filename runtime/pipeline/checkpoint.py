@@ -60,8 +60,8 @@ _GIVEN, _GIVEN_HALF = "given.", "half."
 _PROMPT, _SECTION = "prompt.", "section."
 # The latents of the video that this one is made from.
 _VIDEO = "video"
-# The difference of both guidance passes, if the next step takes it over.
-_GUIDANCE = "guidance"
+# Begins the names of the differences of guidance passes that the next step takes over, which end with the pass.
+_GUIDANCE = "guidance."
 # Checkpoints may take this share of the time of the steps.
 _SHARE = 0.01
 # Estimate of a checkpoint's cost before the first one is written: opening and syncing a file, and a slow disk.
@@ -399,14 +399,16 @@ def _read(path: Path, stamps: Stamps, plan: ExecutionPlan) -> Checkpoint | None:
         device = plan.components["transformer"].device
         sampling = None
         if header.scheduler is not None:
-            difference = tensors.get(_GUIDANCE)
+            differences = {name: tensor for name, tensor in tensors.items() if name.startswith(_GUIDANCE)}
             sampling = SamplingState(
                 header.step,
                 tensors["latents"].to(device),
                 _tensors_in(header.scheduler, tensors, device),
                 replace(
                     Guidance.of(current),
-                    difference=None if difference is None else difference.to(device),
+                    differences={
+                        name.removeprefix(_GUIDANCE): tensor.to(device) for name, tensor in differences.items()
+                    },
                     left_out=header.passes_left_out,
                 ),
                 header.stage,
@@ -462,8 +464,8 @@ def _describe_all(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> A
     if checkpoint.sampling is None:
         return None
     tensors["latents"] = checkpoint.sampling.latents
-    if checkpoint.sampling.guidance.difference is not None:
-        tensors[_GUIDANCE] = checkpoint.sampling.guidance.difference
+    for which, difference in checkpoint.sampling.guidance.differences.items():
+        tensors[f"{_GUIDANCE}{which}"] = difference
     state = checkpoint.sampling.scheduler
     return _described(None if state is None else dict(state), tensors)
 

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from runtime.core.plan import ComponentPlan, ExecutionPlan
 from runtime.core.request import OFF
 from runtime.core.sparse_attention import exact_steps
 from runtime.core.step_cache import uses
-from runtime.execution.components import UNPROMPTED, Denoiser, VideoDecoder
+from runtime.execution.components import PROMPTED, UNPROMPTED, Denoiser, VideoDecoder
 from runtime.execution.decoded_frames import fetched
 from runtime.execution.streams import Streams, video_of
 from runtime.models.spec import ModelSpec
@@ -150,33 +150,56 @@ class Step:
 class Guidance:
     """Which guidance passes run, by a plan's `guidance_cache`.
 
-    If both predictions of a step agree, the one without the prompt is left out in the next step of the same
+    If the predictions with and without the prompt agree in a step, the latter is left out in the next step of the same
     transformer: the difference of both is taken over. The step after that computes both again. Adaptive Guidance
     (https://arxiv.org/abs/2312.12487) leaves the pass out in all following steps, and sets the difference to zero.
 
+    The same applies to each of the further passes of a model that makes sound. Predictions agree if those of the video
+    do, and those of the sound.
+
     Attributes:
-        strength: the largest share of the norm of the prediction with the prompt by which the other one may differ;
+        strength: the largest share of the norm of the prediction with the prompt by which another one may differ;
             `None` if no pass is left out.
-        difference: of both predictions, (1, channels, frames, height, width), if the next step takes it over.
+        differences: of the prediction with the prompt and that of each pass that the next step leaves out, shaped like
+            the prediction.
         left_out: the passes left out so far.
     """
 
     strength: float | None = None
-    difference: torch.Tensor | None = None
+    differences: Mapping[str, torch.Tensor] = field(default_factory=dict)
     left_out: int = 0
 
     @classmethod
-    def of(cls, plan: ExecutionPlan) -> "Guidance":
-        """Return the state before the first step of a plan."""
-        return cls(None if plan.guidance_cache == OFF else float(plan.guidance_cache))
+    def of(cls, plan: ExecutionPlan, left_out: int = 0) -> "Guidance":
+        """Return the state before the first step of a plan, or of a stage after one that left out passes."""
+        return cls(None if plan.guidance_cache == OFF else float(plan.guidance_cache), left_out=left_out)
 
-    def after_both(self, conditional: torch.Tensor, unconditional: torch.Tensor) -> "Guidance":
-        """Return the state after a step that computed both predictions."""
+    def after(
+        self,
+        predicted: Mapping[str, torch.Tensor],
+        split: Callable[[torch.Tensor], Sequence[torch.Tensor]] = lambda prediction: (prediction,),
+    ) -> "Guidance":
+        """Return the state after a step.
+
+        Args:
+            predicted: the predictions of the passes that it computed.
+            split: returns the parts of a prediction, each of which must agree.
+        """
         if self.strength is None:
             return self
-        difference = conditional - unconditional
-        agree = bool(difference.norm() <= self.strength * conditional.norm())
-        return replace(self, difference=difference if agree else None)
+        prompted = predicted[PROMPTED]
+        differences = {which: prompted - other for which, other in predicted.items() if which != PROMPTED}
+        differences = {
+            which: difference
+            for which, difference in differences.items()
+            if _agree(split(difference), split(prompted), self.strength)
+        }
+        return replace(self, differences=differences, left_out=self.left_out + len(self.differences))
+
+
+def _agree(differences: Sequence[torch.Tensor], prompted: Sequence[torch.Tensor], strength: float) -> bool:
+    """Return whether the norm of each part of a difference is at most a share of that of the prediction's."""
+    return all(bool(d.norm() <= strength * p.norm()) for d, p in zip(differences, prompted, strict=True))
 
 
 @dataclass(frozen=True)
@@ -419,7 +442,7 @@ def denoise(
                 started = time.perf_counter()
                 denoiser.begin_step(fresh=step.fresh, exact=step.exact)
                 if index and steps[index - 1].expert != expert:
-                    guidance = replace(guidance, difference=None)
+                    guidance = replace(guidance, differences={})
                 velocity, guidance = _guided(denoiser, latents, step, conditioning, cancel, guidance, sampling)
                 estimate = latents - step.sigma * velocity
                 latents = advanced(scheduler, velocity, step.timestep, latents, step.noise_seed)
@@ -472,23 +495,35 @@ def _guided(
     if negative is None or step.guidance_scale <= 1:
         velocity = denoiser(*inputs, positive)
         return velocity if streams is None else streams.without_keyframes(velocity), guidance
+    passes = (PROMPTED, UNPROMPTED) if sampling is None else sampling.passes
+    texts = {which: negative if which == UNPROMPTED else positive for which in passes}
+    computed = {which: text for which, text in texts.items() if which not in guidance.differences}
+    calls = _predicted(denoiser, inputs, computed, cancel)
     if sampling is not None:
-
-        def predict(which: str) -> torch.Tensor:
-            cancel.check()
-            return denoiser(*inputs, negative if which == UNPROMPTED else positive, which=which)
-
-        velocity = sampling.velocity(predict, inputs[0], step.sigma, step.guidance_scale)
-        return sampling.streams.without_keyframes(velocity), guidance
-    if guidance.difference is not None:
-        conditional = denoiser(*inputs, positive)
-        velocity = conditional + (step.guidance_scale - 1) * guidance.difference
-        return velocity, replace(guidance, difference=None, left_out=guidance.left_out + 1)
-    if denoiser.pairs:
-        conditional, unconditional = denoiser.pair(*inputs, positive, negative)
+        # Copies, because a later call may write over a prediction.
+        predicted = {which: prediction.to(torch.float32, copy=True) for which, prediction in calls}
+        taken_over = {which: predicted[PROMPTED] - difference for which, difference in guidance.differences.items()}
+        velocity = sampling.velocity({**predicted, **taken_over}, inputs[0], step.sigma, step.guidance_scale)
+        return sampling.streams.without_keyframes(velocity), guidance.after(predicted, sampling.streams.split)
+    predicted = dict(calls)
+    if UNPROMPTED in predicted:
+        difference = predicted[PROMPTED] - predicted[UNPROMPTED]
+        velocity = predicted[UNPROMPTED] + step.guidance_scale * difference
     else:
-        conditional = denoiser(*inputs, positive)
+        velocity = predicted[PROMPTED] + (step.guidance_scale - 1) * guidance.differences[UNPROMPTED]
+    return velocity, guidance.after(predicted)
+
+
+def _predicted(
+    denoiser: Denoiser,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    texts: Mapping[str, torch.Tensor],
+    cancel: Cancel,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the prediction of each of a step's passes as it is computed; see `Denoiser` for how long it is valid."""
+    if denoiser.pairs:
+        yield from zip(texts, denoiser.together(*inputs, texts), strict=True)
+        return
+    for which, text in texts.items():
         cancel.check()
-        unconditional = denoiser(*inputs, negative, which=UNPROMPTED)
-    velocity = unconditional + step.guidance_scale * (conditional - unconditional)
-    return velocity, guidance.after_both(conditional, unconditional)
+        yield which, denoiser(*inputs, text, which=which)

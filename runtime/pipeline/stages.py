@@ -250,7 +250,9 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
     begun = sampling is not None and sampling.stage == stage
     if sampling is None or not begun or (sampling.scheduler is None and sampling.steps - before < len(steps)):
         latents = _latents_before(context, stage, scheduler, steps[0])
-        sampling = context.record_step(before, latents, scheduler, Guidance.of(context.plan), stage)
+        left_out = 0 if sampling is None or begun else sampling.guidance.left_out
+        guidance = Guidance.of(context.plan, left_out)
+        sampling = context.record_step(before, latents, scheduler, guidance, stage)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
     plan, spec = context.plan.by_stage[stage], context.spec.of_stage(stage)

@@ -4,7 +4,7 @@ Source: `LTX2Pipeline.__call__` of diffusers. Differences are those of predicted
 scaled to their deviation.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,31 +33,45 @@ class StreamSampling:
         streams, latents = Streams.of(plan), spec.sound_latents
         return None if streams is None or latents is None else cls(streams, latents.guidance)
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The passes of a step with guidance.
+
+        They are with the prompt (`PROMPTED`), without (`UNPROMPTED`), with blocks that skip their self-attention
+        (`SKIPPING`), and without attention between the streams (`ISOLATED`).
+        """
+        kinds = {
+            PROMPTED: True,
+            UNPROMPTED: True,
+            SKIPPING: self.guidance.skips,
+            ISOLATED: self.guidance.isolates,
+        }
+        return tuple(which for which, runs in kinds.items() if runs)
+
     def velocity(
-        self, predict: Callable[[str], torch.Tensor], latents: torch.Tensor, sigma: float, scale: float
+        self, predicted: Mapping[str, torch.Tensor], latents: torch.Tensor, sigma: float, scale: float
     ) -> torch.Tensor:
         """Return the guided velocity of both streams, joined, float32.
 
         Args:
-            predict: returns the velocity of one pass: with the prompt (`PROMPTED`), without (`UNPROMPTED`), with blocks
-                that skip their self-attention (`SKIPPING`), or without attention between the streams (`ISOLATED`).
-            latents: before the step, joined, with keyframes if there are any; so is the result.
+            predicted: the velocity of each of `passes`, float32.
+            latents: before the step, joined, with keyframes if there are any; so are all velocities.
             sigma: the noise level before the step.
             scale: classifier-free guidance scale of the video.
         """
         guidance = self.guidance
 
         def clean(which: str) -> Sequence[torch.Tensor]:
-            return self.streams.split(latents - predict(which).float() * sigma)
+            return self.streams.split(latents - predicted[which] * sigma)
 
         prompted, unprompted = clean(PROMPTED), clean(UNPROMPTED)
         scales = (scale, guidance.sound_scale)
         guided = [with_ + (by - 1) * (with_ - out) for with_, out, by in zip(prompted, unprompted, scales, strict=True)]
         video, sound = guidance.isolated
-        weaker = [(SKIPPING, guidance.skipped)] if guidance.skips else []
-        weaker += [(ISOLATED, (video - 1, sound - 1))] if guidance.isolates else []
-        for which, factors in weaker:
-            guided = [g + by * (p - o) for g, p, o, by in zip(guided, prompted, clean(which), factors, strict=True)]
+        factors = {SKIPPING: guidance.skipped, ISOLATED: (video - 1, sound - 1)}
+        for which in self.passes[2:]:
+            parts = zip(guided, prompted, clean(which), factors[which], strict=True)
+            guided = [g + by * (p - o) for g, p, o, by in parts]
         results = [_rescaled(g, p, by) for g, p, by in zip(guided, prompted, guidance.rescaled, strict=True)]
         return (latents - self.streams.join(*results)) / sigma
 

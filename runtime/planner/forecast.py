@@ -111,8 +111,9 @@ _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
 }
 # Share of the transformers' time that remains with a step cache, (low, likely, high): it depends on model and clip.
 _CACHED = (0.3, 0.7, 1.05)
-# The same with a guidance cache, which leaves out the second pass of every other step at most; see bench/step_cache.md.
-_GUIDANCE_CACHED = (0.75, 0.87, 1.0)
+# How much of what a guidance cache can leave out it does leave out, (most, likely, least): it leaves out all passes but
+# one in every other step at most. See bench/step_cache.md.
+_GUIDANCE_LEFT_OUT = (1.0, 0.52, 0.0)
 # Bytes per second from RAM to the GPU over PCIe 4: pinned, likely, pageable, and layer by layer.
 _PCIE_FAST, _PCIE, _PCIE_SLOW, _PCIE_BY_LAYER = 25 * _GIGA, 16 * _GIGA, 12 * _GIGA, 6 * _GIGA
 # Share of the shorter of transfer and computation that does not overlap with the longer.
@@ -607,7 +608,8 @@ def _seconds_of_calls(
     if history.cache_of(inputs.step_cache, OFF, name):
         call = Seconds(_CACHED[1] * call.likely, _CACHED[0] * call.low, _CACHED[2] * call.high)
     if history.cache_of(NONE, inputs.request.guidance_cache, name):
-        low, likely, high = _GUIDANCE_CACHED
+        passes = inputs.workload.spec.guidance_passes
+        low, likely, high = (1 - share * (passes - 1) / (2 * passes) for share in _GUIDANCE_LEFT_OUT)
         call = Seconds(likely * call.likely, low * call.low, high * call.high)
     whole = stage_seconds(call * calls, transfer_seconds(inputs.workload, strategy, name, calls), strategy)
     # What was measured by itself, when an engine was built, is no measurement of a clip.

@@ -1,7 +1,8 @@
 """Places a job: the device and each component's precision in PyTorch, and how several GPUs share it. No torch.
 
-The two passes of guidance are independent, so they go to different GPUs first; only their results are exchanged. The
-remaining GPUs share the tokens of a pass, which requires that their number divides the attention heads.
+The passes of a step with guidance are independent, so they go to different GPUs first, the same number to each; only
+their results are exchanged. The remaining GPUs share the tokens of a pass, which requires that their number divides the
+attention heads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -131,7 +132,7 @@ def decide(
     gpu: int,
     more_gpus: Sequence[int] | None = None,
     *,
-    guided: bool,
+    passes: int,
     offered: Callable[[str], Sequence[EngineOffer]] = lambda _: (),
 ) -> tuple[Split | None, list[Fact]]:
     """Return how several GPUs share the job, `None` for one GPU, and warnings.
@@ -141,7 +142,7 @@ def decide(
         machine: with all GPUs.
         gpu: the index of the first GPU.
         more_gpus: indices of more GPUs that it may use, in order of preference; `None` for all usable ones.
-        guided: whether every step has a pass with the prompt and one without.
+        passes: of every step, that may run on different GPUs; 1 if they may not.
 
     Raises:
         InvalidRequestError: if the requested number of GPUs cannot share it, with the numbers that can.
@@ -153,7 +154,7 @@ def decide(
     more_gpus = [index for index in (usable if more_gpus is None else more_gpus) if index in usable and index != gpu]
     if request.gpus == AUTO:
         alike = [index for index in more_gpus if machine.gpus[index].name == machine.gpus[gpu].name]
-        return _most(request, spec, machine, gpu, alike, offered, guided=guided)
+        return _most(request, spec, machine, gpu, alike, offered, passes=passes)
     count, there = int(request.gpus), 1 + len(more_gpus) if usable else 0
     if there < count:
         if there == 0:
@@ -161,9 +162,9 @@ def decide(
         raise InvalidRequestError("gpus", "planner.too_few_gpus", wanted=count, usable=there)
     if not _has_nccl(machine):
         raise MachineError("planner.gpus_need_linux")
-    able = counts(spec, there, guided=guided)
+    able = counts(spec, there, passes=passes)
     if count not in able:
-        heads = spec.transformer.num_attention_heads
+        heads = spec.shared_heads
         raise InvalidRequestError(
             "gpus", "planner.heads_not_divisible", wanted=count, model=spec.title, heads=heads, able=able
         )
@@ -172,7 +173,7 @@ def decide(
         raise against_it.refusal
     chosen = [gpu, *more_gpus[: count - 1]]
     _check_alike(machine, chosen)
-    return _split(spec, machine, chosen, guided=guided), _unlike(machine, chosen)
+    return _split(spec, chosen, passes=passes), _unlike(machine, chosen)
 
 
 def excluded(
@@ -207,9 +208,9 @@ def free_bytes_of_fullest(split: Split | None, machine: Machine, free_bytes: int
     return min([free_bytes, *(machine.gpu_of(device).free_bytes for device in devices)])
 
 
-def counts(spec: ModelSpec, most: int, *, guided: bool) -> list[int]:
+def counts(spec: ModelSpec, most: int, *, passes: int) -> list[int]:
     """Return the numbers of GPUs that can share a job, up to `most`; 1 always can."""
-    return [count for count in range(1, most + 1) if count == 1 or _degrees(spec, count, guided=guided) is not None]
+    return [count for count in range(1, most + 1) if count == 1 or _degrees(spec, count, passes=passes) is not None]
 
 
 def _has_nccl(machine: Machine) -> bool:
@@ -255,7 +256,7 @@ def _most(
     more_gpus: Sequence[int],
     offered: Callable[[str], Sequence[EngineOffer]],
     *,
-    guided: bool,
+    passes: int,
 ) -> tuple[Split | None, list[Fact]]:
     """Return the split with the most GPUs; `None` if it gains nothing or excludes a requested setting."""
     if not more_gpus or not _has_nccl(machine):
@@ -265,20 +266,19 @@ def _most(
     against = excluded(request, spec, machine, 2, offered)
     if against is not None:
         return None, [Fact("planner.one_gpu", {"cause": against.fact})]
-    count = counts(spec, 1 + len(more_gpus), guided=guided)[-1]
-    return (_split(spec, machine, [gpu, *more_gpus[: count - 1]], guided=guided) if count > 1 else None), []
+    count = counts(spec, 1 + len(more_gpus), passes=passes)[-1]
+    return (_split(spec, [gpu, *more_gpus[: count - 1]], passes=passes) if count > 1 else None), []
 
 
-def _degrees(spec: ModelSpec, count: int, *, guided: bool) -> tuple[int, int] | None:
-    """Return how many GPUs share the guidance and how many the tokens of a pass, `None` if they cannot."""
-    heads = spec.transformer.num_attention_heads
-    if guided and count % 2 == 0 and heads % (count // 2) == 0:
-        return 2, count // 2
-    return (1, count) if heads % count == 0 else None
+def _degrees(spec: ModelSpec, count: int, *, passes: int) -> tuple[int, int] | None:
+    """Return how many passes run at the same time and how many GPUs share the tokens of each, `None` if they cannot."""
+    heads = spec.shared_heads
+    able = (guidance for guidance in range(passes, 0, -1) if passes % guidance == count % guidance == 0)
+    return next(((guidance, count // guidance) for guidance in able if heads % (count // guidance) == 0), None)
 
 
-def _split(spec: ModelSpec, machine: Machine, gpus: Sequence[int], *, guided: bool) -> Split:
-    degrees = _degrees(spec, len(gpus), guided=guided)
+def _split(spec: ModelSpec, gpus: Sequence[int], *, passes: int) -> Split:
+    degrees = _degrees(spec, len(gpus), passes=passes)
     assert degrees is not None
     guidance, sequence = degrees
     devices = tuple(f"cuda:{index}" for index in gpus)

@@ -351,10 +351,12 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         return () if left_out else context.offers(component, size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
-    # A GPU for the pass without the prompt would be idle where that pass is left out, so all share each pass.
-    guided = guided and request.guidance_cache == OFF
+    # GPUs for further passes would be idle in steps without these, so all share each pass: where passes are left out,
+    # and with a second stage, which has no guidance.
+    guided = guided and request.guidance_cache == OFF and settings.refinement is None
+    passes = spec.guidance_passes if guided else 1
     split, split_warnings = placement.decide(
-        request, spec, context.machine, context.gpu, context.others, guided=guided, offered=offered
+        request, spec, context.machine, context.gpu, context.others, passes=passes, offered=offered
     )
     offload, offload_warnings = _offload(request, machine)
     _check_step_cache(request, machine, offload)

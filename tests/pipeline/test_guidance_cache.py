@@ -9,6 +9,7 @@ import torch
 
 from runtime.core.events import Resumed, VideoSaved
 from runtime.core.plan import ExecutionPlan
+from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
@@ -48,10 +49,10 @@ def left_out(plan: ExecutionPlan) -> int:
 )
 def test_passes_agree_if_they_differ_little(strength: float | None, unconditional: float, agrees: bool) -> None:
     ones = torch.ones(1, 2, 3, 4, 5)
-    after = Guidance(strength, left_out=3).after_both(ones, unconditional * ones)
-    assert (after.difference is not None, after.left_out) == (agrees, 3)
-    if after.difference is not None:
-        assert torch.allclose(after.difference, (1 - unconditional) * ones)
+    after = Guidance(strength, left_out=3).after({PROMPTED: ones, UNPROMPTED: unconditional * ones})
+    assert (list(after.differences), after.left_out) == ([UNPROMPTED] if agrees else [], 3)
+    if agrees:
+        assert torch.allclose(after.differences[UNPROMPTED], (1 - unconditional) * ones)
 
 
 @pytest.mark.parametrize("model", ["wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b"])

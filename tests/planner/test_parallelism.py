@@ -38,7 +38,7 @@ def on(*gpus: Gpu, ram_gib: float = 500, **changes: Any) -> Machine:
     return replace(made, packages=PACKAGES, **changes)
 
 
-FOUR = on(*[H200] * 4)
+FOUR, EIGHT = on(*[H200] * 4), on(*[H200] * 8)
 
 
 def plan(model: str, where: Machine, gpu: int = 0, others: list[int] | None = None, **values: Any) -> ExecutionPlan:
@@ -285,18 +285,90 @@ def test_tiles_are_decoded_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "guided", "able"),
-    [(40, True, [1, 2, 4, 5, 8]), (40, False, [1, 2, 4, 5, 8]), (12, True, [1, 2, 3, 4, 6, 8]), (2, False, [1, 2])],
+    ("heads", "passes", "able"),
+    [
+        (40, 2, [1, 2, 4, 5, 8]),
+        (40, 1, [1, 2, 4, 5, 8]),
+        (12, 2, [1, 2, 3, 4, 6, 8]),
+        (2, 1, [1, 2]),
+        (2, 4, [1, 2, 4, 8]),
+        (12, 3, [1, 2, 3, 4, 6]),
+    ],
 )
-def test_heads_are_shared_evenly(heads: int, guided: bool, able: list[int]) -> None:
+def test_heads_are_shared_evenly(heads: int, passes: int, able: list[int]) -> None:
     known = spec(A14B)
     model = replace(known, transformer=replace(known.transformer, num_attention_heads=heads))
-    assert counts(model, 8, guided=guided) == able
+    assert counts(model, 8, passes=passes) == able
 
 
 def test_a_shared_pass_takes_less_memory() -> None:
     held = workload(spec(A14B), (832, 480, 81))
     assert held.split is None
+
+
+def with_sound(model: str, where: Machine = EIGHT, **values: Any) -> ExecutionPlan:
+    """Plan a clip of LTX-2."""
+    known = replace(look_up(model, Path("none")), is_downloaded=True).for_text()
+    request = GenerationRequest.from_mapping({"prompt": "a red boat", "model": model, **values})
+    return resolve(request, known.in_stages(int(request.stages)), PlanningContext(where, Path("x.mp4")))
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "degrees"),
+    [
+        # Four passes.
+        ("ltx-2.3", {"gpus": 2}, (2, 1)),
+        ("ltx-2.3", {"gpus": 4}, (4, 1)),
+        ("ltx-2.3", {"gpus": "auto"}, (4, 2)),
+        ("ltx-2.3", {"gpus": 2, "guidance_scale": 1}, (1, 2)),
+        ("ltx-2.3", {"gpus": 2, "guidance_cache": "0.1"}, (1, 2)),
+        ("ltx-2.3-distilled", {"gpus": 8}, (1, 8)),
+        # The second stage has one pass.
+        ("ltx-2-distilled", {"gpus": 2, "guidance_scale": 3, "stages": "2"}, (1, 2)),
+        ("ltx-2-distilled", {"gpus": 2, "guidance_scale": 3}, (2, 1)),
+    ],
+)
+def test_all_passes_of_guidance_are_shared(model: str, values: dict[str, Any], degrees: tuple[int, int]) -> None:
+    made = with_sound(model, **values)
+    assert made.split is not None
+    assert (made.split.guidance, made.split.sequence, made.split.decode) == (*degrees, False)
+    passes, sequence = degrees
+    how = Fact("planner.passes_shared", {"passes": passes})
+    if sequence > 1:
+        how = Fact("planner.passes_and_tokens_shared", {"passes": passes, "sequence": sequence})
+    if passes == 1:
+        how = Fact("planner.tokens_shared", {"sequence": sequence})
+    assert how in made.components["transformer"].reasons
+    assert not {"paired", "graphed"} & {name for name, used in made.speed if used is True}
+
+
+def test_gpus_that_cannot_share_a_pass_with_sound_are_refused() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        with_sound("ltx-2.3", gpus=3)
+    assert (caught.value.code, caught.value.data["able"]) == ("planner.heads_not_divisible", [1, 2, 4, 8])
+    model = look_up("ltx-2.3", Path("none"))
+    assert model.sound is not None and model.sound.latents is not None
+    sound = replace(model.sound, latents=replace(model.sound.latents, heads=6))
+    assert counts(replace(model, sound=sound), 8, passes=1) == [1, 2]
+
+
+def test_passes_with_sound_are_forecast_by_their_number() -> None:
+    plans = {gpus: with_sound("ltx-2.3", gpus=gpus) for gpus in (1, 2, 4, 8)}
+    seconds = {gpus: made.seconds["denoise"].likely for gpus, made in plans.items()}
+    assert seconds[1] / seconds[2] == pytest.approx(1.98, rel=0.01)
+    assert seconds[1] / seconds[4] == pytest.approx(3.96, rel=0.01)
+    assert seconds[1] / seconds[8] == pytest.approx(4 * 0.99 * 2 * 0.88, rel=0.01)
+    # Each GPU stores what a step cache keeps of its own passes.
+    growth = []
+    for gpus in plans:
+        plain, cached = (with_sound("ltx-2.3", gpus=gpus, step_cache=cache) for cache in ("none", "first-block"))
+        before, after = (
+            next(stage.working_bytes for stage in made.memory if stage.component == "transformer")
+            for made in (plain, cached)
+        )
+        growth.append(after - before)
+    of_pass = growth[0] // 4
+    assert growth == [4 * of_pass, 2 * of_pass, of_pass, of_pass // 2]
 
 
 @pytest.mark.parametrize("model", ["hunyuan-video", "framepack-i2v"])

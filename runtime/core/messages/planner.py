@@ -347,8 +347,8 @@ _REASONS: Mapping[str, Message] = {
     ),
     "planner.took_over": Message("PyTorch took over from its engine.", badge="took over from its engine"),
     "planner.guidance_cached": Message(
-        "After a step whose guidance passes differ by at most {strength:g} of their size, only the one with the prompt "
-        "runs, as requested."
+        "A guidance pass that differs from the one with the prompt by at most {strength:g} of its size is left out in "
+        "the next step, as requested."
     ),
     "planner.no_guidance_to_cache": Message(
         "{model} runs without guidance here, so there is no second pass to leave out.",
@@ -377,10 +377,9 @@ _REASONS: Mapping[str, Message] = {
     "planner.on_gpus": Message("On {gpus} GPUs."),
     "planner.strips_shared": Message("Each GPU decodes a strip of every frame."),
     "planner.tokens_shared": Message("{sequence} GPUs share the tokens and heads of every pass."),
-    "planner.guidance_shared": Message("One GPU runs the pass with the prompt, the other one the pass without."),
-    "planner.guidance_and_tokens_shared": Message(
-        "{sequence} GPUs share the tokens and heads of the pass with the prompt, {sequence} others those of the pass "
-        "without."
+    "planner.passes_shared": Message("Each GPU runs one of {passes} guidance passes at a time."),
+    "planner.passes_and_tokens_shared": Message(
+        "{passes} guidance passes run at a time; {sequence} GPUs share the tokens and heads of each."
     ),
     "planner.only_vae_compiles": Message("Engines compute the transformers; for the VAE: {how:clause}."),
     "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),

@@ -711,6 +711,7 @@ def _sound(configs: Mapping[str, Mapping[str, Any]], transformer: TransformerSpe
         bins=bins,
         per_second=vae.sample_rate / vae.mel_hop_length / _SPECTRUM_STRIDE,
         width=transformer.sound_width,
+        heads=transformer.sound_heads,
         parts={"audio_vae": vae.part(), "vocoder": part},
         guidance=_guidance(transformer),
     )

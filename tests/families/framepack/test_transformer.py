@@ -13,7 +13,7 @@ from runtime.core.plan import ComponentPlan, Speed, Split
 from runtime.execution import cuda_graphs
 from runtime.execution.attention import attention, sparse_kernel
 from runtime.execution.components import SectionDenoiser, SectionInputs
-from runtime.execution.parallel.proxies import GroupManager, SharedDenoiser
+from runtime.execution.parallel.proxies import GroupManager, SharedSectionDenoiser
 from runtime.families.framepack.transformer import PyTorchSectionDenoiser
 from runtime.models.registry import read_spec
 from runtime.models.sections import Section, Sections
@@ -140,18 +140,18 @@ def test_a_pass_that_is_recorded_once_serves_all_sections_of_a_size(
 
 
 @pytest.fixture(scope="module")
-def shared(spec: ModelSpec) -> Iterator[SharedDenoiser]:
+def shared(spec: ModelSpec) -> Iterator[SharedSectionDenoiser]:
     """The transformer in two processes."""
     manager = GroupManager()
     with closing(manager.load(TWO, spec, "transformer", PART, lambda: None)) as found:
-        assert isinstance(found.part, SharedDenoiser)
+        assert isinstance(found.part, SharedSectionDenoiser)
         yield found.part
     manager.stop_processes()
 
 
 # The number of all tokens is even and odd.
 @pytest.mark.parametrize("text", [7, 8])
-def test_two_processes_make_the_passes_of_one(text: int, shared: SharedDenoiser, spec: ModelSpec) -> None:
+def test_two_processes_make_the_passes_of_one(text: int, shared: SharedSectionDenoiser, spec: ModelSpec) -> None:
     denoiser: SectionDenoiser = shared
     for number in (0, 2):
         denoiser.see(seen(spec, number))
@@ -161,7 +161,7 @@ def test_two_processes_make_the_passes_of_one(text: int, shared: SharedDenoiser,
     assert not torch.allclose(wanted(spec, 0, text), wanted(spec, 2, text), rtol=0, atol=1e-3)
 
 
-def test_two_processes_see_another_size(shared: SharedDenoiser, spec: ModelSpec) -> None:
+def test_two_processes_see_another_size(shared: SharedSectionDenoiser, spec: ModelSpec) -> None:
     changed = replace(seen(spec, 1, (6, 6)), guidance_scale=5.0)
     shared.see(changed)
     got = shared(*given(spec, size=(6, 6)))

@@ -246,13 +246,13 @@ def test_nan_in_one_stream_ends_the_job(tiny: Tiny, tmp_path: Path) -> None:
 def test_what_the_family_does_not_make_is_refused(
     command: Command, tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    out, unsupported = str(tmp_path / "x.mp4"), "family.option_unsupported"
+    out = str(tmp_path / "x.mp4")
     clip = str(write_clip(tmp_path / "clip.mp4", None))
     image = str(saved(tmp_path / "image.png", 96, 64))
     refusals: list[tuple[str, tuple[str, ...], str]] = [
         ("ltx-2", ("--step-cache", "magcache"), "planner.no_mag_ratios"),
-        ("ltx-2", ("--guidance-cache", "0.05"), unsupported),
-        ("ltx-2", ("--gpus", "2"), unsupported),
+        ("ltx-2", ("--guidance-cache", "0.05", "--guidance", "1"), "planner.no_guidance_to_cache"),
+        ("ltx-2", ("--gpus", "2"), "planner.no_usable_gpus"),
         ("ltx-2", ("--attention", "flash4"), "planner.attention_needs_gpu"),
         ("ltx-2", ("--shift", "3"), "scheduler.shift_fixed"),
         ("ltx-2", ("--quantization", "bnb-4bit"), "planner.quantization_needs_gpu"),

@@ -26,7 +26,7 @@ from runtime.models.images import find_image
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec, StreamGuidance
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, GivenFrames, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, GivenFrames, Guidance, decode, denoise, get_noise, get_schedule
 from runtime.pipeline.stages import image_latents, images_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from tests.image_files import saved, with_saved
@@ -86,7 +86,10 @@ def make(spec: ModelSpec, plan: ExecutionPlan) -> Made:
         steps = get_schedule(plan, scheduler, None, spec.noise.sigmas(plan.steps), spec.noise.by_size)
         negative = embeds(plan.negative_prompt) if plan.guidance_scale > 1 else None
         conditioning = Conditioning(embeds(plan.prompt), negative, given)
-        for done in denoise(latents, steps, scheduler, conditioning, expert, Cancel(), sampling=sampling):
+        guidance = Guidance.of(plan)
+        for done in denoise(
+            latents, steps, scheduler, conditioning, expert, Cancel(), guidance=guidance, sampling=sampling
+        ):
             latents = done.latents
         video, values = sound = sampling.streams.split(latents)
         with residency.video_decoder(spec, job) as decoder:
