@@ -1,20 +1,26 @@
-"""One worker per GPU: jobs run in parallel and give the same video on any GPU."""
+"""One worker per GPU: jobs run in parallel and give the same video on any GPU; and passes that two GPUs share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from runtime.core.events import StageStarted, VideoSaved
+from runtime.core.plan import Split
 from runtime.core.request import GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
+from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.views import Job
+from tests.families.ltx2.test_parity import make, planned
+from tests.gpu.errors import relative_error
+from tests.gpu.test_cuda import on_cuda
 from tests.pipeline.test_resume import stream_of
+from tests.plans import with_strategy
 from tests.queue.test_worker import watch
 
 GPUS = torch.cuda.device_count()
@@ -75,3 +81,15 @@ def test_a_job_can_use_several_gpus(queue: JobQueue) -> None:
         assert job.plan.gpus == asked.gpus
         split = saved.plan["split"]
         assert (1 if split is None else len(set(split["devices"]))) == asked.gpus
+
+
+@pytest.mark.parametrize(("guidance", "sequence"), [(2, 1), (1, 2)])
+def test_a_clip_with_sound_of_two_gpus_equals_that_of_one(
+    guidance: int, sequence: int, tiny: Callable[[str], ModelSpec], tmp_path: Path
+) -> None:
+    spec = tiny("ltx-2.3")
+    plan = on_cuda(with_strategy(planned(spec, 3.0, tmp_path, steps=3), keep_loaded=True), "float32")
+    split = Split(devices=("cuda:0", "cuda:1"), guidance=guidance, sequence=sequence, decode=False)
+    wanted, got = make(spec, plan), make(spec, plan.replace(split=split))
+    for name in ("video", "sound"):
+        assert relative_error(getattr(got, name), getattr(wanted, name)) < 1e-3
