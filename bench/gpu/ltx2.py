@@ -177,19 +177,24 @@ def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
     return dict(published.get(arguments.config, {})) | (TINY if arguments.tiny else {})
 
 
-def case(bench: LtxBench, config: Any, size: str) -> tuple[Streams, Inputs]:
+def case(device: str, dtype: torch.dtype, config: Any, size: str) -> tuple[Streams, Inputs]:
     """Return seeded inputs of a size, "width x height x frames"."""
     width, height, frames = map(int, size.split("x"))
     streams = Streams((1, config.in_channels, (frames - 1) // 8 + 1, height // 32, width // 32), SOUND, FPS)
-    generator = torch.Generator(bench.device).manual_seed(1)
+    generator = torch.Generator(device).manual_seed(1)
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=bench.device, generator=generator)
+        return torch.randn(shape, device=device, generator=generator)
 
     widths = (config.cross_attention_dim, config.audio_cross_attention_dim)
     text = 2 * config.caption_channels if config.use_prompt_embeddings else sum(widths)
     joined = streams.join(noise(*streams.video), noise(*streams.sound))
-    return streams, Inputs(joined, noise(1, TEXT_TOKENS, text).to(bench.dtype))
+    return streams, Inputs(joined, noise(1, TEXT_TOKENS, text).to(dtype))
+
+
+def operations_of(tokens: int) -> float:
+    """Return the operations of a pass at full size."""
+    return look_up("ltx-2", Path("none")).transformer.forward_flops(tokens, TEXT_TOKENS)
 
 
 def usable(bench: LtxBench, speed: Speed, width: int) -> Speed:
@@ -260,7 +265,7 @@ def references(bench: LtxBench, module: Any, sizes: list[str]) -> dict[str, torc
     with first_blocks(module, deep), full_float32(torch.device(bench.device)):
         wide = copy.deepcopy(module).float()
         for size in sizes:
-            streams, given = case(bench, module.config, size)
+            streams, given = case(bench.device, bench.dtype, module.config, size)
             found[size] = by_diffusers(wide, given, torch.tensor(500.0, device=bench.device), streams=streams)
     return found
 
@@ -268,7 +273,7 @@ def references(bench: LtxBench, module: Any, sizes: list[str]) -> dict[str, torc
 def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Tensor | None) -> None:
     """Measure one variant of one size."""
     speed, _ = PASSES[name]
-    streams, given = case(bench, module.config, size)
+    streams, given = case(bench.device, bench.dtype, module.config, size)
     times = torch.tensor(500.0, device=bench.device)
     kernel, recording = None, None
 
@@ -300,8 +305,8 @@ def variant(bench: LtxBench, module: Any, name: str, size: str, wanted: torch.Te
         recording = round(time.perf_counter() - started, 2)
     run()
     found = bench.median(run)
-    tokens = streams.video[2] * streams.video[3] * streams.video[4]
-    operations = look_up("ltx-2", Path("none")).transformer.forward_flops(tokens, TEXT_TOKENS)
+    tokens = math.prod(streams.video[2:])
+    operations = operations_of(tokens)
     errors = None
     if wanted is not None:
         with first_blocks(module, bench.arguments.reference_blocks):

@@ -1,17 +1,18 @@
-"""Measure forward passes of Wan, HunyuanVideo and FramePack on one GPU and shared by several (Ulysses).
+"""Measure forward passes of Wan, HunyuanVideo, FramePack and LTX-2 on one GPU and shared by several (Ulysses).
 
     python bench/gpu/shared_passes.py [--gpus 2] [--variants flash4,fp8-all] [--models hunyuan-video,framepack]
     python bench/gpu/shared_passes.py --models wan2.2-a14b --parts 1,5 --profile
+    python bench/gpu/shared_passes.py --models ltx-2 --variants flash4,fp8-all --ltx-size 1216x704x121
     python bench/gpu/shared_passes.py --device cpu --tiny --variants ours,compiled --parts 1,2    tries it
 
-Sizes are 81 frames of 1280x720 with Wan2.2-A14B (`--wan-size`), 129 with HunyuanVideo, and a section of 480x832 with
-FramePack. Variants are those of speed.py. `--parts`: the most parts of a process's heads, of which each is
-exchanged while another is attended to; 1 without overlap. Each process makes the same random weights on its GPU, so
-nothing is written to the disk. As in a job, processes exchange tokens through torch.distributed; a job also sends
-latents from and to the coordinator, which is not measured here. For each model and variant, the first process measures
-a pass alone, then all measure it together: the slowest decides. Prints a JSON object per measurement and appends it to
-$OUT/shared.jsonl. The error is ‖out - one‖ / ‖one‖ relative to one GPU's result of the same variant. Nothing starts
-after `--seconds`.
+Sizes are 81 frames of 1280x720 with Wan2.2-A14B (`--wan-size`), 129 with HunyuanVideo, a section of 480x832 with
+FramePack, and 121 frames of 768x512 with LTX-2 (`--ltx-size`). Variants are those of speed.py. `--parts`: the most
+parts of a process's heads, of which each is exchanged while another is attended to; 1 without overlap. Each process
+makes the same random weights on its GPU, so nothing is written to the disk. As in a job, processes exchange tokens
+through torch.distributed; a job also sends latents from and to the coordinator, which is not measured here. For each
+model and variant, the first process measures a pass alone, then all measure it together: the slowest decides. Prints a
+JSON object per measurement and appends it to $OUT/shared.jsonl. The error is ‖out - one‖ / ‖one‖ relative to one GPU's
+result of the same variant. Nothing starts after `--seconds`.
 
 `--profile` adds a profile of one pass by the first process, in milliseconds: of each kind of kernel, and how long
 exchanges ran while others did (`covered`) and while none did (`exposed`, which includes waiting for other processes).
@@ -19,6 +20,7 @@ exchanges ran while others did (`covered`) and while none did (`exposed`, which 
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -35,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-from diffusers import WanTransformer3DModel
+from diffusers import LTX2VideoTransformer3DModel, WanTransformer3DModel
 from torch.multiprocessing.spawn import spawn
 
 from bench.gpu import hunyuan_cases as cases
-from bench.gpu import results
+from bench.gpu import ltx2, results
 from bench.gpu.speed import (
     A14B,
     HUNYUAN_VARIANTS,
@@ -60,7 +62,9 @@ from runtime.execution.attention import problem
 from runtime.execution.parallel.rank_process import PRIORITY_VARIABLE
 from runtime.execution.parallel.ulysses import PARTS, Tokens
 from runtime.families.hunyuan_video import transformer as hunyuan_transformer
+from runtime.families.ltx2 import transformer as ltx2_transformer
 from runtime.families.wan import transformer as wan_transformer
+from runtime.models.quantization import is_quantized
 from tests.gpu.errors import relative_error
 
 SIZES = {"hunyuan-video": "720p", "framepack": "480x832"}
@@ -114,10 +118,10 @@ class Wan:
         latents = torch.randn(1, 16, frames, height, width, device=device, generator=generator)
         text = torch.randn(1, TEXT_TOKENS, config.get("text_dim", 4096), device=device, generator=generator).to(dtype)
         self.given = latents, torch.tensor(500.0, device=device), text
-        self.tokens = frames * (height // 2) * (width // 2)
+        tokens = frames * (height // 2) * (width // 2)
         self.denoiser = wan_transformer.PyTorchDenoiser(self.module)
         self.variants = VARIANTS
-        self.operations = operations_of(config, self.tokens)[0]
+        self.operations = operations_of(config, tokens)[0]
 
     def passed(self) -> Callable[[], torch.Tensor]:
         """See `Hunyuan`."""
@@ -132,6 +136,7 @@ class Wan:
     def share(self, tokens: Tokens | None, speed: Speed) -> None:
         """See `Hunyuan`."""
         for hooks in (
+            self.module._forward_pre_hooks,
             self.module.rope._forward_hooks,
             self.module.blocks[0]._forward_pre_hooks,
             self.module.proj_out._forward_hooks,
@@ -140,8 +145,38 @@ class Wan:
         self.denoiser.forget()
         wan_transformer.install(self.module, speed, self.denoiser._step or wan_transformer.block_step)
         if tokens is not None:
-            tokens.count = self.tokens
             wan_transformer.share_tokens(self.module, tokens)
+
+
+class Ltx:
+    """A transformer of LTX-2 with random weights; see `Hunyuan`."""
+
+    def __init__(self, size: str, device: str, dtype: torch.dtype, *, tiny: bool) -> None:
+        config = ltx2.TINY if tiny else {}
+        self.module = random_module(device, partial(LTX2VideoTransformer3DModel, **config), dtype, ltx2.spread)
+        self.streams, inputs = ltx2.case(device, dtype, self.module.config, "96x96x17" if tiny else size)
+        self.given = inputs.latents, torch.tensor(500.0, device=device), inputs.text
+        self.denoiser = ltx2_transformer.PyTorchStreamDenoiser(self.module)
+        self.variants = VARIANTS
+        self.operations = ltx2.operations_of(math.prod(self.streams.video[2:]))
+
+    def passed(self) -> Callable[[], torch.Tensor]:
+        """See `Hunyuan`."""
+        return lambda: self.denoiser(*self.given)
+
+    def quantize(self) -> None:
+        """See `Hunyuan`."""
+        if not is_quantized(self.module.transformer_blocks[0].ff.net[2].weight):
+            ltx2.quantize(self.module)
+
+    def share(self, tokens: Tokens | None, speed: Speed) -> None:
+        """See `Hunyuan`."""
+        self.module.shared_tokens = None
+        self.denoiser.forget()
+        self.denoiser.see(self.streams, ())
+        ltx2_transformer.install(self.module, speed, self.denoiser._step or ltx2_transformer.block_step)
+        if tokens is not None:
+            ltx2_transformer.share_tokens(self.module, tokens)
 
 
 class Process:
@@ -208,7 +243,8 @@ class Process:
     def model(self, name: str) -> None:
         """Measure all variants of a model."""
         dtype = torch.bfloat16 if self.cuda else torch.float32
-        kind = partial(Wan, self.arguments.wan_size) if name == "wan2.2-a14b" else partial(Hunyuan, name)
+        kinds = {"wan2.2-a14b": partial(Wan, self.arguments.wan_size), "ltx-2": partial(Ltx, self.arguments.ltx_size)}
+        kind = kinds.get(name, partial(Hunyuan, name))
         began = time.perf_counter()
         model = kind(self.device, dtype, tiny=self.arguments.tiny)
         self.wait()
@@ -219,10 +255,11 @@ class Process:
                 return
             self.variant(name, model, variant)
 
-    def variant(self, name: str, model: Wan | Hunyuan, variant: str) -> None:
+    def variant(self, name: str, model: Wan | Hunyuan | Ltx, variant: str) -> None:
         """Measure a variant alone and shared; a failure in one process is one of all."""
         speed, linears = model.variants[variant]
-        size = "tiny" if self.arguments.tiny else SIZES.get(name, self.arguments.wan_size)
+        sizes = SIZES | {"wan2.2-a14b": self.arguments.wan_size, "ltx-2": self.arguments.ltx_size}
+        size = "tiny" if self.arguments.tiny else sizes[name]
         what = {"model": name, "size": size, "variant": variant}
         assert speed is not None, "diffusers' passes are not shared"
         one: torch.Tensor | None = None
@@ -340,6 +377,7 @@ def main() -> None:
     parser.add_argument("--models", default="hunyuan-video,framepack")
     parser.add_argument("--variants", default="flash4,fp8-all", help="of speed.py; those with FP8 weights last")
     parser.add_argument("--wan-size", default="720p", choices=["480p", "720p"])
+    parser.add_argument("--ltx-size", default="768x512x121", help="width x height x frames")
     parser.add_argument("--parts", default=str(PARTS), help="most parts of heads, one or more numbers")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--repeats", type=int, default=2, help="timed passes after the first")

@@ -106,7 +106,6 @@ def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool, tokens: 
     if tokens is not None:
         for block in made.blocks:
             block.attend = attention("native")
-        tokens.count = spec(name).tokens(frames, height, width)
         share_tokens(made, tokens)
     if fused:
         assert fuse(made)
