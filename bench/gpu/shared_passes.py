@@ -243,7 +243,10 @@ class Process:
     def model(self, name: str) -> None:
         """Measure all variants of a model."""
         dtype = torch.bfloat16 if self.cuda else torch.float32
-        kinds = {"wan2.2-a14b": partial(Wan, self.arguments.wan_size), "ltx-2": partial(Ltx, self.arguments.ltx_size)}
+        kinds: dict[str, Callable[..., Wan | Hunyuan | Ltx]] = {
+            "wan2.2-a14b": partial(Wan, self.arguments.wan_size),
+            "ltx-2": partial(Ltx, self.arguments.ltx_size),
+        }
         kind = kinds.get(name, partial(Hunyuan, name))
         began = time.perf_counter()
         model = kind(self.device, dtype, tiny=self.arguments.tiny)
