@@ -12,7 +12,8 @@ in float32 with TF32 off, over the first `--reference-blocks` blocks.
 
 Clips: text to video with sound, 121 frames of 768x512, 30 steps with guidance (four passes a step) and 8 steps without,
 as of a distilled model. Gemma has `GEMMA_LAYERS` of its 48 layers on both sides. Variants are `CLIPS`, which each make
-`--repeats` clips of both kinds. diffusers' seconds end with frames and samples in memory, Tandem's with a finished MP4.
+`--repeats` clips of both kinds. `VARIANT:GIB` makes one clip of 8 steps on a card of so many GiB. diffusers' seconds
+end with frames and samples in memory, Tandem's with a finished MP4.
 
 Prints a JSON object per measurement and appends it to $OUT/ltx2.jsonl; profiles go to $OUT/profile-*.txt. No
 measurement starts after `--seconds`.
@@ -43,7 +44,7 @@ from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from bench.gpu import results
-from bench.gpu.jobs import HOME, Unjudged
+from bench.gpu.jobs import HOME, Unjudged, on_card
 from bench.gpu.speed import (
     FP8,
     PEAK,
@@ -106,12 +107,14 @@ DEFAULT = "diffusers,diffusers-compiled,uncompiled,graphed,compiled,fp8-uncompil
 CLIPS: dict[str, dict[str, Any] | None] = {
     "diffusers": None,
     "tandem": {"quantization": "none"},
+    "tandem-auto": {},
     "tandem-fp8": {"quantization": "fp8"},
     "tandem-fp8-all": {"quantization": "fp8", "attention": "fp8"},
 }
 DEFAULT_CLIPS = "diffusers,tandem,tandem-fp8"
 # Steps and guidance scales.
-CLIP_KINDS = {"guided": (30, 3.0), "distilled": (8, 1.0)}
+DISTILLED = "distilled"
+CLIP_KINDS = {"guided": (30, 3.0), DISTILLED: (8, 1.0)}
 GEMMA_LAYERS, VOCABULARY = 4, 1024
 TEXT_TOKENS, SOUND, FPS = 256, (1, 8, 126, 16), 24.0
 TINY: dict[str, Any] = {
@@ -436,9 +439,12 @@ def clips(bench: LtxBench) -> None:
         folder = folder_of_weights(bench)
         for name in (bench.arguments.variants or DEFAULT_CLIPS).split(","):
             with bench.trying(part="clips", variant=name):
-                fields = CLIPS[name]
+                way, _, card = name.partition(":")
+                fields = CLIPS[way]
                 if fields is None:
                     by_pipeline(bench, folder)
+                elif card:
+                    by_tandem(bench, folder, name, fields, float(card))
                 else:
                     by_tandem(bench, folder, name, fields)
     if not bench.arguments.keep:
@@ -451,16 +457,21 @@ def clip_size(bench: LtxBench) -> dict[str, int]:
     return {"width": width, "height": height, "frames": frames}
 
 
-def by_tandem(bench: LtxBench, folder: Path, name: str, fields: dict[str, Any]) -> None:
-    """Measure clips as jobs of one process."""
-    spec, machine = read_spec(folder, folder.name), probe()
+def by_tandem(bench: LtxBench, folder: Path, name: str, fields: dict[str, Any], card: float | None = None) -> None:
+    """Measure clips as jobs of one process; on a smaller card one clip without guidance.
+
+    Args:
+        card: GiB of the card.
+    """
+    spec, machine = read_spec(folder, folder.name), on_card(probe(), card)
+    kinds, repeats = (CLIP_KINDS, bench.arguments.repeats) if card is None else ({DISTILLED: CLIP_KINDS[DISTILLED]}, 1)
     cache = HOME / f"ltx-2-{name}"
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
     history = HistoryFile(cache, machine)
     with Residency() as residency:
-        for kind, (steps, scale) in CLIP_KINDS.items():
-            for number in range(1, bench.arguments.repeats + 1):
+        for kind, (steps, scale) in kinds.items():
+            for number in range(1, repeats + 1):
                 asked = fields | clip_size(bench) | {"prompt": "a red boat", "seed": number, "steps": steps}
                 asked |= {"model": str(folder), "guidance_scale": scale, "negative_prompt": "blue ball"}
                 context = PlanningContext(machine, cache / "clip.mp4", history=history.read())
@@ -486,8 +497,11 @@ def by_tandem(bench: LtxBench, folder: Path, name: str, fields: dict[str, Any]) 
                     failed=end.what if isinstance(end, Failed) else None,
                     forecast=forecast,
                     compiled=plan.speed.compiled,
+                    graphed=plan.speed.graphed,
                     attention=plan.speed.attention,
                     strategy=str(plan.forecast.title),
+                    peak=end.peak_memory_bytes if isinstance(end, VideoSaved) else None,
+                    ram=plan.forecast.ram_bytes,
                 )
 
 

@@ -93,8 +93,12 @@ def _dtype(inputs: ForecastInputs) -> str:
 
 def _passes_apart(inputs: ForecastInputs) -> bool:
     """Return whether guidance passes must be separate calls: with caches, and on several GPUs."""
-    caches = inputs.step_cache != NONE or inputs.request.guidance_cache != OFF
-    return caches or inputs.workload.split is not None
+    return inputs.request.guidance_cache != OFF or _calls_differ(inputs)
+
+
+def _calls_differ(inputs: ForecastInputs) -> bool:
+    """Return whether calls of one kind may run different kernels: they skip blocks, or run in other processes."""
+    return inputs.step_cache != NONE or inputs.workload.split is not None
 
 
 def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Speed, Seconds, Conflict | None]:
@@ -214,7 +218,10 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
 def _graphed(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether transformers' calls are recorded as CUDA graphs."""
     spec = inputs.workload.spec
-    if not inputs.workload.cuda or strategy.offload != "none" or _passes_apart(inputs) or "graphed" in spec.lacks:
+    if not inputs.workload.cuda or strategy.offload != "none" or _calls_differ(inputs) or "graphed" in spec.lacks:
+        return False
+    # Each kind of pass with sound has a graph of its own, so a step may leave some out.
+    if spec.sound_latents is None and _passes_apart(inputs):
         return False
     # A graph would replay the kernels of the step in which it was recorded.
     if base.sparse_tau is not None:

@@ -57,7 +57,7 @@ class NetworkInterpolator:
         self._backend, self._engines, self._emit = backend, engines, emit
         self._cancel = cancel or Cancel()
         self._compute: BatchedDecoder | None = None
-        self._last: np.ndarray | None = None
+        self._last: tuple[np.ndarray, torch.Tensor] | None = None
         self._difference = 0.0
 
     def __enter__(self) -> Self:
@@ -97,25 +97,26 @@ class NetworkInterpolator:
             torch.OutOfMemoryError, MemoryError: if memory is too small.
         """
         for frame in frames:
-            before, self._last = self._last, frame.copy()
+            before, self._last = self._last, (frame.copy(), self._colors(frame))
             if before is not None:
-                yield np.stack([before, *self._between(before, self._last)])
+                yield np.stack([before[0], *self._between(before, self._last)])
 
     def finish(self) -> Iterator[np.ndarray]:
         """Yield the last frame, repeated."""
         if self._last is not None:
-            yield np.repeat(self._last[None], self._factor, axis=0)
+            yield np.repeat(self._last[0][None], self._factor, axis=0)
             self._last = None
 
-    def _between(self, before: np.ndarray, after: np.ndarray) -> list[np.ndarray]:
-        difference = float(np.abs(after.astype(np.int16) - before).mean()) / 255
+    def _between(
+        self, before: tuple[np.ndarray, torch.Tensor], after: tuple[np.ndarray, torch.Tensor]
+    ) -> list[np.ndarray]:
+        difference = (after[1] - before[1]).abs().mean().item()
         sudden, self._difference = difference - self._difference, difference
         if min(difference, sudden) > _CUT:
             nearer = self._factor // 2
-            return [before] * nearer + [after] * (self._factor - 1 - nearer)
+            return [before[0]] * nearer + [after[0]] * (self._factor - 1 - nearer)
         with torch.no_grad():
-            made = self._halved(self._colors(before), self._colors(after), self._factor)
-            return [self._rounded(colors) for colors in made]
+            return [self._rounded(colors) for colors in self._halved(before[1], after[1], self._factor)]
 
     def _halved(self, before: torch.Tensor, after: torch.Tensor, factor: int) -> list[torch.Tensor]:
         """Return `factor` - 1 frames between two, all (1, 3, height, width) in about 0 to 1.
@@ -138,5 +139,6 @@ class NetworkInterpolator:
 
     @staticmethod
     def _rounded(colors: torch.Tensor) -> np.ndarray:
-        made: np.ndarray = (colors[0] * _WHITE).round().clamp(0, _WHITE).byte().permute(1, 2, 0).cpu().numpy()
+        rounded = (colors[0] * _WHITE).round().clamp(0, _WHITE).byte().permute(1, 2, 0)
+        made: np.ndarray = rounded.contiguous().cpu().numpy()
         return made

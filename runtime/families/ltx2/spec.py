@@ -41,8 +41,8 @@ MAX_SEQUENCE_LENGTH = 1024
 # Weights of the text encoder that only images need. The last layer gives the words that follow.
 VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_head\.")
 # The VAE runs in diffusers' module as it is, and decodes a clip in one call, on one GPU. The passes of a step differ in
-# more than their text, so they are separate calls. CUDA graphs of them were never recorded on a GPU yet.
-_LACKS = frozenset({"chunks", "paired", "graphed", "channels_last", "compiled_vae", "strips"})
+# more than their text, so they are separate calls.
+_LACKS = frozenset({"chunks", "paired", "channels_last", "compiled_vae", "strips"})
 # The components in the order they run; engines are built of the VAE's parts and of the sound's.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),

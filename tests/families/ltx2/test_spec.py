@@ -231,7 +231,7 @@ def test_a_plan_has_what_the_family_implements() -> None:
     plan = planned("ltx-2.3", 80)
     speed = plan.speed
     # The text of LTX-2.3 is modulated by the timestep, that of LTX-2 is not.
-    assert (speed.text_kept, speed.paired, speed.graphed, speed.fused) == (False, False, False, True)
+    assert (speed.text_kept, speed.paired, speed.graphed, speed.fused) == (False, False, True, True)
     kept = planned("ltx-2", 200).speed
     assert kept.text_kept
     values = 2 * 48 * 1024 * (4096 + 2048)
@@ -269,11 +269,6 @@ def test_options_are_planned_as_for_other_families(fields: dict[str, object], ex
     assert made.seconds["denoise"].likely < slower.seconds["denoise"].likely
 
 
-def recorded(spec: ModelSpec) -> ModelSpec:
-    """Return the model with CUDA graphs, which plans do not choose before they have run on a GPU."""
-    return replace(spec, lacks=spec.lacks - {"graphed"})
-
-
 @pytest.mark.parametrize(
     ("fields", "graphed"),
     [
@@ -294,8 +289,7 @@ def recorded(spec: ModelSpec) -> ModelSpec:
 def test_passes_are_graphs_instead_of_compiled(fields: dict[str, object], *, graphed: bool) -> None:
     packages = (*FLASH4, *KERNELS, ("bitsandbytes", "1"))
     spec, on = look_up("ltx-2.3", Path("none")).for_text(), gpu_machine(packages=packages)
-    assert not plan(spec, on, **fields).speed.graphed
-    speed = plan(recorded(spec), on, **fields).speed
+    speed = plan(spec, on, **fields).speed
     assert speed.graphed == graphed
     assert not (speed.graphed and (speed.compiled or speed.compiled_later))
     if graphed:
@@ -304,12 +298,15 @@ def test_passes_are_graphs_instead_of_compiled(fields: dict[str, object], *, gra
 
 
 def test_a_graph_takes_another_working_set() -> None:
-    spec, on = recorded(look_up("ltx-2.3", Path("none")).for_text()), gpu_machine(packages=(*FLASH4, *KERNELS))
+    spec, on = look_up("ltx-2.3", Path("none")).for_text(), gpu_machine(packages=(*FLASH4, *KERNELS))
     plans = [plan(spec, on, compile=mode) for mode in ("never", "always")]
     assert [made.speed.graphed for made in plans] == [True, False]
     working = [next(stage.working_bytes for stage in made.memory if stage.component == "transformer") for made in plans]
     # The text of LTX-2.3 is not kept.
     assert working[0] == 2 * working[1]
+    # A guidance cache leaves out whole passes, a step cache parts of them.
+    cached: list[dict[str, Any]] = [{"guidance_cache": "0.1"}, {"step_cache": "first-block"}]
+    assert [plan(spec, on, compile="never", **fields).speed.graphed for fields in cached] == [True, False]
     # Where there is no memory for it, the plan is the same without a graph.
     tight = plan(spec, gpu_machine(gib=41, packages=(*FLASH4, *KERNELS)), quantization="none")
     assert (tight.speed.graphed, tight.strategy.offload) == (False, "none")
