@@ -358,17 +358,18 @@ def test_passes_with_sound_are_forecast_by_their_number() -> None:
     assert seconds[1] / seconds[2] == pytest.approx(1.98, rel=0.01)
     assert seconds[1] / seconds[4] == pytest.approx(3.96, rel=0.01)
     assert seconds[1] / seconds[8] == pytest.approx(4 * 0.99 * 2 * 0.88, rel=0.01)
-    # Each GPU stores what a step cache keeps of its own passes.
+    # Each GPU stores what a step cache keeps of its own passes. Without one, a single GPU has memory for a graph instead.
     growth = []
-    for gpus in plans:
+    for gpus in (2, 4, 8):
         plain, cached = (with_sound("ltx-2.3", gpus=gpus, step_cache=cache) for cache in ("none", "first-block"))
         before, after = (
             next(stage.working_bytes for stage in made.memory if stage.component == "transformer")
             for made in (plain, cached)
         )
         growth.append(after - before)
-    of_pass = growth[0] // 4
-    assert growth == [4 * of_pass, 2 * of_pass, of_pass, of_pass // 2]
+    of_pass = growth[1]
+    assert growth == [2 * of_pass, of_pass, of_pass // 2]
+    assert of_pass > 0
 
 
 @pytest.mark.parametrize("model", ["hunyuan-video", "framepack-i2v"])
