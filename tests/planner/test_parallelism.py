@@ -358,7 +358,7 @@ def test_passes_with_sound_are_forecast_by_their_number() -> None:
     assert seconds[1] / seconds[2] == pytest.approx(1.98, rel=0.01)
     assert seconds[1] / seconds[4] == pytest.approx(3.96, rel=0.01)
     assert seconds[1] / seconds[8] == pytest.approx(4 * 0.99 * 2 * 0.88, rel=0.01)
-    # Each GPU stores what a step cache keeps of its own passes. Without one, a single GPU has memory for a graph instead.
+    # Each GPU stores what a step cache keeps of its own passes. A single one would record graphs without a cache.
     growth = []
     for gpus in (2, 4, 8):
         plain, cached = (with_sound("ltx-2.3", gpus=gpus, step_cache=cache) for cache in ("none", "first-block"))
