@@ -189,7 +189,7 @@ class Checks(Bench):
         engines: OpenEngines | None,
         uses: list[EngineRef],
         streams: Streams,
-        given: tuple[torch.Tensor, ...],
+        given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         variant: str = "",
     ) -> dict[str, torch.Tensor]:
         """Return the predictions of each kind of pass, and report their duration."""
@@ -201,9 +201,9 @@ class Checks(Bench):
         denoiser.see(streams, (1,))
         found = {}
         for which in (PROMPTED, SKIPPING, ISOLATED):
-            found[which] = denoiser(*given, which).float().clone()
+            run = partial(denoiser, *given, which=which)
+            found[which] = run().float().clone()
             if variant:
-                run = partial(denoiser, *given, which)
                 self.say(part="pass", variant=variant, which=which, **self.seconds(run))
         denoiser.forget()
         return found

@@ -163,7 +163,13 @@ def test_parts_of_both_streams_are_verified(architecture: str, tiny: Tiny) -> No
 def test_keys_of_engines_differ_with_what_the_parts_are_made_from(tiny: Tiny) -> None:
     spec = tiny("ltx-2")
     transformer: Any = spec.transformer
-    changes = ({"gated": True}, {"modulated_text": True}, {"splits_heads": False}, {"sound_head_dim": 10}, {})
+    changes: tuple[dict[str, Any], ...] = (
+        {"gated": True},
+        {"modulated_text": True},
+        {"splits_heads": False},
+        {"sound_head_dim": 10},
+        {},
+    )
     digests = [
         architecture_digest(replace(spec, transformer=replace(transformer, **one)), "transformer", "block_qkv")
         for one in changes
