@@ -48,8 +48,8 @@ INTERPOLATOR_TITLES: Mapping[str, str] = {"network": "Tandem's network", "minter
 SoundFormat = Literal["aac", "flac"]
 # (latent frames, latent height, latent width)
 LatentSize = tuple[int, int, int]
-# The programs of block engines begin with this.
-_BLOCK = "block_"
+# The programs of block engines begin with this, those of the stream of a sound with the second.
+_BLOCK, _SOUND_BLOCK = "block_", "block_sound_"
 
 
 def is_block_program(program: str) -> bool:
@@ -57,10 +57,15 @@ def is_block_program(program: str) -> bool:
     return program.startswith(_BLOCK)
 
 
+def is_sound_block(program: str) -> bool:
+    """Whether it is a block program of the stream of a sound that is denoised with the frames."""
+    return program.startswith(_SOUND_BLOCK)
+
+
 class EngineRef(FrozenModel):
     """One engine of a component; the VAE has two, one for the first latent frame and one for the others.
 
-    A transformer may have three that compute parts of each block, see `is_block_program`.
+    A transformer may have several that compute parts of each block, see `is_block_program`.
 
     Attributes:
         id: its name in the engine library.

@@ -2,15 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.core.plan import LatentSize
+from runtime.core.plan import LatentSize, is_sound_block
 from runtime.engines.component_programs import SMALLEST_DYNAMIC, Program
 from runtime.engines.fp8 import Fp8Part
+from runtime.engines.key_parts import SOUND_TOKENS
 from runtime.engines.signatures import IOSignature, Shapes, TensorSignature
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import ShapeProfile
@@ -37,21 +38,37 @@ class BlockPart(nn.Module):
 
     It is called with `inputs` and then `weights`, and returns `outputs`, in these orders. `x` is (tokens, width),
     float32; `modulation` has rows of an adaptive norm, float32. Queries, keys, values and attended values are
-    (tokens, width), the heads concatenated, in the dtype of the weights.
+    (tokens, width of all heads), the heads concatenated, in the dtype of the weights.
 
     Attributes:
         inputs, outputs: names.
         weights: the path of the parameter within a block, by the name of the input for it.
-        rows: of `modulation`.
         tensors: by name.
+        variadic: whether `forward` takes its tensors as one variadic argument.
     """
 
-    inputs: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
-    weights: ClassVar[Mapping[str, str]]
-    rows: ClassVar[int]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    weights: Mapping[str, str]
     tensors: Mapping[str, BlockTensor]
+    variadic: bool = False
     _swap_index: torch.Tensor
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalise over the last axis in float32: `torch.nn.RMSNorm`, spelt out."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)
+        return normed if weight is None else normed * weight.float()
+
+
+class UniformBlockPart(BlockPart):
+    """A part of blocks in which all tokens, queries, keys and values have one width.
+
+    Attributes:
+        rows: of `modulation`.
+    """
+
+    rows: int
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -82,11 +99,6 @@ class BlockPart(nn.Module):
 
     def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return self._layer_norm(x) * (1 + scale) + shift
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last axis in float32: `torch.nn.RMSNorm`, spelt out."""
-        wide = x.float()
-        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS) * weight.float()
 
     def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate adjacent channels; `x` is (tokens, width), float32, the tables are `rotation_tables`'."""
@@ -126,9 +138,14 @@ class BlockProgram(Program):
     def output_names(self) -> tuple[str, ...]:
         return self.part.outputs
 
+    @property
+    def usual_tokens(self) -> int:
+        """The tokens of most calls: `tokens`, but fewer in the stream of a sound, which a call takes whole."""
+        return min(self.tokens, SOUND_TOKENS) if is_sound_block(self.name) else self.tokens
+
     def inputs(self, latent: LatentSize, seed: int = 0) -> dict[str, torch.Tensor]:
-        """Return random inputs for `tokens` tokens; products with the weights keep the magnitude of activations."""
-        return self.inputs_for(self.tokens, seed)
+        """Return random inputs for `usual_tokens`; products with the weights keep the magnitude of activations."""
+        return self.inputs_for(self.usual_tokens, seed)
 
     def inputs_for(self, tokens: int, seed: int = 0) -> dict[str, torch.Tensor]:
         """Return random inputs for a number of tokens. They are drawn on the CPU, so equal on every device."""
@@ -145,8 +162,7 @@ class BlockProgram(Program):
         return {name: draw(name) for name in self.input_names}
 
     def shapes(self, profile: ShapeProfile) -> Shapes:
-        full = self.shapes_of(self.tokens)
-        return self.shapes_of(1), full, full
+        return self.shapes_of(1), self.shapes_of(self.usual_tokens), self.shapes_of(self.tokens)
 
     def shapes_of(self, tokens: int) -> Mapping[str, tuple[int, ...]]:
         """Return the shapes of all inputs for a number of tokens."""
@@ -162,8 +178,7 @@ class BlockProgram(Program):
             torch.empty(tensor.shape(self.tokens), dtype=getattr(torch, tensor.dtype or self.dtype), device=self.device)
             for tensor in map(self.part.tensors.__getitem__, self.input_names)
         )
-        # The inputs of an `Fp8Part` are one variadic argument.
-        dynamic = (tuple(shapes),) if isinstance(self.module, Fp8Part) else tuple(shapes)
+        dynamic = (tuple(shapes),) if self.part.variadic else tuple(shapes)
         with torch.no_grad():
             return torch.export.export(self.module, example, dynamic_shapes=dynamic, strict=False)
 

@@ -76,12 +76,13 @@ def compare_blocks(
     for name, blocks in lists.items():
         delattr(module, name)
         setattr(module, name, BlocksOnDevice(blocks, target))
-    noise, clip = (tensor.to(target) for tensor in _noise_and_clip(spec, _size(spec, tokens)))
+    size = _size(spec, tokens)
+    noise, clip = (tensor.to(target) for tensor in _noise_and_clip(spec, size))
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     if spec.section is None:
         text = after_images(spec, text, draw)
-    else:
-        components_of(spec.family).see_noise(denoiser, spec, _size(spec, tokens)[1:], target)
+    if spec.section is not None or spec.sound_latents is not None:
+        components_of(spec.family).see_noise(denoiser, spec, size, target)
     text = text.to(target)
     for timestep in TIMESTEPS:
         sigma, where = timestep / TRAINING_STEPS, f"t = {timestep:g}"
@@ -104,11 +105,13 @@ def times_of(spec: ModelSpec, timestep: float) -> torch.Tensor:
 
 
 def random_text(spec: ModelSpec) -> torch.Tensor:
-    """Return embeddings for `compare_blocks` of a model whose text encoder cannot be loaded."""
-    text = torch.randn(
-        1, spec.max_sequence_length, spec.transformer.text_dim, generator=torch.Generator().manual_seed(0)
-    )
-    text[:, _FEW_TOKENS:] = 0
+    """Return embeddings for `compare_blocks` of a model whose text encoder is not run."""
+    sound, width = spec.sound_latents, spec.transformer.text_dim
+    if sound is not None:
+        width += sound.text_dim
+    text = torch.randn(1, spec.max_sequence_length, width, generator=torch.Generator().manual_seed(0))
+    if sound is None:
+        text[:, _FEW_TOKENS:] = 0
     return text
 
 
@@ -125,14 +128,28 @@ def _size(spec: ModelSpec, tokens: int) -> LatentSize:
 def _noise_and_clip(spec: ModelSpec, size: LatentSize) -> tuple[torch.Tensor, torch.Tensor]:
     """Return noise, and latents as smooth as a clip's with the same variance; each (1, channels, *size).
 
-    Given frames, which some models take as further channels, are treated alike.
+    Given frames, which some models take as further channels, are treated alike. If a sound is denoised with the frames,
+    its latents follow in both: they are (1, numbers).
     """
-    generator = torch.Generator().manual_seed(0)
-    channels = spec.transformer.in_channels
+    generator, sound = torch.Generator().manual_seed(0), spec.sound_latents
+    video = _noise_and_smooth(spec.transformer.in_channels, size, generator)
+    if sound is None:
+        return video
+    frames = (size[0] - 1) * spec.vae.scale_factor_temporal + 1
+    _, channels, *sides = sound.shape(frames, spec.defaults.fps)
+    of_sound = _noise_and_smooth(channels, (1, *sides), generator)
+    noise, clip = (torch.cat([a.flatten(1), b.flatten(1)], dim=1) for a, b in zip(video, of_sound, strict=True))
+    return noise, clip
+
+
+def _noise_and_smooth(
+    channels: int, size: Sequence[int], generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return noise, and smooth values with the same variance; each (1, channels, *size)."""
     noise = torch.randn(1, channels, *size, generator=generator)
     coarse = torch.randn(1, channels, *(-(-side // _COARSE) for side in size), generator=generator)
-    clip = nn.functional.interpolate(coarse, size=list(size), mode="trilinear")
-    return noise, clip / clip.std()
+    smooth = nn.functional.interpolate(coarse, size=list(size), mode="trilinear")
+    return noise, smooth / smooth.std()
 
 
 class _Tap:

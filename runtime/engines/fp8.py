@@ -95,6 +95,8 @@ class Fp8Part(nn.Module):
         part: calls `linear` for its products.
     """
 
+    variadic = True
+
     def __init__(self, part: Any) -> None:
         super().__init__()
         self._part = part

@@ -33,10 +33,15 @@ _NOT_DOWNLOADED = "not here"
 # The entry of `EngineKey.options` for the most tokens in one call of a block engine, and its default.
 TOKENS_OPTION = "tokens"
 BLOCK_TOKENS = 8192
+# Tokens of a sound of five seconds in the blocks of LTX-2: engines of its stream are optimized for about as many.
+SOUND_TOKENS = 128
 # Entries of config.json that do not affect the architecture.
 _NOT_ARCHITECTURE = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
-# What the programs of block engines are made from.
-_OF_BLOCKS = ("num_attention_heads", "attention_head_dim", "ffn_dim")
+# What the programs of block engines are made from, of those that a family has.
+_OF_BLOCKS = (
+    *("num_attention_heads", "attention_head_dim", "ffn_dim"),
+    *("sound_heads", "sound_head_dim", "modulated_text", "gated", "splits_heads"),
+)
 # Modules beside this one with code that is exported.
 _EXPORTED_MODULES = (
     "programs.py",
@@ -109,7 +114,8 @@ def architecture_digest(spec: ModelSpec, component: str, name: str) -> str:
     if not spec.is_downloaded:
         return _NOT_DOWNLOADED
     if is_block_program(name):
-        relevant = {size: getattr(spec.transformer, size) for size in _OF_BLOCKS}
+        sizes = (size for size in _OF_BLOCKS if hasattr(spec.transformer, size))
+        relevant = {size: getattr(spec.transformer, size) for size in sizes}
     else:
         config = spec.files[component].config if component in spec.files else _config(spec, component)
         relevant = {

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from runtime.core.facts import Fact
 from runtime.core.loras import LoraUse
-from runtime.core.plan import EngineRef, LatentSize
+from runtime.core.plan import EngineRef, LatentSize, is_sound_block
 from runtime.engines.builders import BUILDERS, Builder, BuildNeeds, builders_for
 from runtime.engines.key_parts import TOKENS_OPTION, imported_key, runnable_programs
 from runtime.engines.store import EngineStore
@@ -276,6 +276,9 @@ def engine_calls(use: EngineRef, spec: ModelSpec, latent: LatentSize) -> float:
         return calls_of(use.program, _decoded(spec, latent))
     if not use.tokens:
         return 1
+    if is_sound_block(use.program):
+        # It was measured with about as many tokens as a sound has: their number changes its duration little.
+        return spec.transformer.num_layers
     patches = spec.transformer.patch_size
     tokens = prod(size // patch for size, patch in zip(latent, patches, strict=True))
     return tokens / use.tokens * spec.transformer.num_layers

@@ -163,8 +163,11 @@ def encoded_prompt(spec: ModelSpec, device: str, cache_dir: Path | None = None) 
         cache_dir: a folder in which the result is kept for other engines of the model.
 
     Returns:
-        (1, text tokens, text width), zero beyond the prompt's end; `None` if the text encoder cannot be loaded or run.
+        (1, text tokens, text width), zero beyond the prompt's end; `None` if the text encoder cannot be loaded or run,
+        or has no program.
     """
+    if not spec.programs["text_encoder"]:
+        return None
     path = None
     try:
         if cache_dir is not None:

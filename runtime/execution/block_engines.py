@@ -15,6 +15,7 @@ from runtime.engines.block_programs import BlockPart
 from runtime.engines.key_parts import BLOCK_TOKENS
 from runtime.engines.programs import load_program
 from runtime.engines.service import OpenEngines
+from runtime.execution.cuda_graphs import CudaGraphRunner
 from runtime.execution.engine_failures import failure_of_engine
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor
@@ -168,6 +169,53 @@ class BlockEngines:
     def _dtype(self, program: str, name: str) -> torch.dtype:
         stated = self._parts[program].tensors[name].dtype
         return getattr(torch, stated) if stated else self._dtypes[program]
+
+
+def parts_of(
+    engines: BlockEngines, tokens: int, table: torch.Tensor, first_count: int
+) -> list[tuple[slice, torch.Tensor]]:
+    """Return chunks of tokens, each with the modulation of its timestep, (1, rows, width).
+
+    Args:
+        table: the modulation of one timestep or two, (timesteps, rows, width).
+        first_count: the number of first tokens that have the first of two timesteps.
+    """
+    first_count = min(first_count, tokens) if len(table) > 1 else 0
+    rows = (table[:1], 0, first_count), (table[-1:], first_count, tokens)
+    return [
+        (slice(start + part.start, start + part.stop), modulation)
+        for modulation, start, end in rows
+        if end > start
+        for part in engines.chunks(end - start)
+    ]
+
+
+def run_pass(
+    engines: BlockEngines | None,
+    graphs: CudaGraphRunner | None,
+    reset_cache: Callable[[], None],
+    run: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """Return the result of a pass, computed again in PyTorch if that on engines is not finite.
+
+    Args:
+        engines: that the pass runs on, if it does.
+        graphs: recorded passes; they are forgotten when an engine fails.
+        reset_cache: discards what a step cache has of the pass.
+        run: computes the pass.
+    """
+    if engines is None:
+        return run()
+    failed = engines.failed
+    output = run()
+    again = engines.rejects(output)
+    if engines.failed != failed and graphs is not None:
+        # What was recorded runs the engines.
+        graphs.forget()
+    if again:
+        reset_cache()
+        output = run()
+    return output
 
 
 def _parameter(block: torch.nn.Module, path: str, dtype: torch.dtype) -> Any:

@@ -100,6 +100,10 @@ class TransformerSpec(Protocol):
         """Channels of the feed-forward's inner layer."""
 
     @property
+    def rotation_values(self) -> int:
+        """Numbers of a token in the tables of the rotary embedding."""
+
+    @property
     def in_channels(self) -> int:
         """Channels of the latents."""
 
@@ -348,7 +352,8 @@ class SoundLatents:
     Attributes:
         channels, bins: of each latent.
         per_second: latents of a second.
-        width: channels of a latent in the transformer, which attends to a text of its own.
+        width: channels of a latent in the transformer.
+        text_dim: channels of an embedding of the text that it attends to.
         heads: of its attention to the video.
         parts: what `SOUND_DECODERS` compute, by name.
         guidance: of both streams.
@@ -359,6 +364,7 @@ class SoundLatents:
     per_second: float
     width: int
     heads: int
+    text_dim: int
     parts: Mapping[str, SoundPart]
     guidance: StreamGuidance
 

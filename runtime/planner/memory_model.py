@@ -529,13 +529,16 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     If the context is unknown: the feed-forward's activations of one call, before and after the nonlinearity, and the
     norm in float32.
 
-    Source: `families.wan.transformer.EngineStep`.
+    In LTX-2, where queries, keys and values between the streams have half the width, a third stream takes the place of
+    what that leaves; the sound's tokens are few.
+
+    Source: `EngineStep` of `families.wan.transformer` and of `families.ltx2.transformer`.
     """
     transformer = workload.spec.transformer
     uses = workload.engines[name]
     element, width = DTYPE_BYTES[workload.precision(name)], transformer.width
     size = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
-    size += 2 * _FLOAT32 * tokens * transformer.attention_head_dim
+    size += _FLOAT32 * tokens * transformer.rotation_values
     call = min(tokens, max(use.tokens for use in uses) or tokens)
     size += call * (_FLOAT32 + 2 * element) * width
     if workload.spec.is_packed:  # the block's weights are dequantized for its engines

@@ -18,6 +18,7 @@ import torch
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
+from runtime.core.plan import is_block_program
 from runtime.engines import onnx_export
 from runtime.engines.block_programs import BlockProgram
 from runtime.engines.build import BuildJob, BuildRequest, Job, start_child
@@ -86,7 +87,7 @@ def key_of(
     spec: ModelSpec, program: str, profile: ShapeProfile, capability: tuple[int, int] = ADA, builder: str = ""
 ) -> EngineKey:
     """Return the key that a builder would build a program for, by default the first one that can."""
-    maker = BUILDERS[builder or ("tensorrt_rtx_blocks" if program in BLOCKS else "tensorrt_rtx")]
+    maker = BUILDERS[builder or ("tensorrt_rtx_blocks" if is_block_program(program) else "tensorrt_rtx")]
     on = rtx(capability)
     return maker.key(
         spec,
@@ -101,7 +102,7 @@ def key_of(
 
 def component_of(program: str) -> str:
     """Return the component that a program computes."""
-    return "transformer" if program in BLOCKS else spec_module.component_of(program)
+    return "transformer" if is_block_program(program) else spec_module.component_of(program)
 
 
 def build(spec: ModelSpec, key: EngineKey, folder: Path) -> Path:
@@ -191,6 +192,25 @@ def test_products_of_fp8_block_engines_are_in_fp8(
         assert (key.precision, key.weights) == ("fp8", SWAPPED)
         assert build(spec, key, tmp_path).stat().st_size < 1 << 20
         assert factor_types(capfd.readouterr().err, "gemm") == [("FP8", "FP8")] * products
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("library")
+def test_block_engines_of_ltx2s_width(
+    tiny: Callable[[str], ModelSpec], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each matrix is a product of its own; those of the gates have as many rows as there are heads."""
+    spec = tiny("ltx-2.3")
+    sizes = {"num_attention_heads": 32, "attention_head_dim": 128, "sound_heads": 32, "sound_head_dim": 64}
+    transformer: Any = spec.transformer
+    spec = replace(spec, transformer=replace(transformer, **sizes))
+    for program, products in {"block_qkv": 4, "block_cross": 5, "block_sound_feed_forward": 3}.items():
+        assert build(spec, key_of(spec, program, ANY), tmp_path).stat().st_size < 2 << 20
+        found = layers(capfd.readouterr().err)
+        assert sum(kind in {"gemm", "runtime_fusion"} for _, kind in found) == products, program
+        if program == "block_cross":
+            build(spec, key_of(spec, program, ANY, builder="tensorrt_rtx_blocks_fp8"), tmp_path)
+            assert factor_types(capfd.readouterr().err, "gemm") == [("FP8", "FP8")] * products
 
 
 @pytest.mark.slow

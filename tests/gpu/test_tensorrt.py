@@ -24,12 +24,14 @@ from runtime.engines.reference import full_float32
 from runtime.engines.sessions import Session, open_session
 from runtime.engines.sessions.tensorrt import TensorRTBlockSession, TensorRTSession
 from runtime.engines.verify import verify
+from runtime.families.ltx2.spec import BLOCK_PROGRAMS
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import EngineKey, EngineRecord, ShapeProfile
 from tests.gpu import tensorrt_8_6
 from tests.gpu.errors import relative_error
 from tests.gpu.opset17 import to_opset_17
+from tests.tiny_models import LTX2_ARCHITECTURES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +54,11 @@ PARTS = [
     ("vae", "vae_next"),
 ]
 BLOCKS = ("block_qkv", "block_query", "block_feed_forward")
+# Block programs by the architecture of the tiny model.
+BLOCKS_OF = [
+    *(("wan2.1", name) for name in BLOCKS),
+    *((architecture, name) for architecture in LTX2_ARCHITECTURES for name in BLOCK_PROGRAMS),
+]
 # The most tokens of the block engines here; slices of a multiple of 64 tokens are aligned.
 TOKENS = 256
 TWO = (ShapeProfile((2, 4, 4), SIZE, (5, 8, 8)), ShapeProfile((5, 8, 8), (7, 12, 12), (9, 16, 16)))
@@ -64,7 +71,7 @@ def make(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFact
     """Return a function that builds an engine of the tiny Wan2.1, once per key."""
     if tensorrt_8_6.is_installed():
         tensorrt_8_6.load()
-    root, spec, made = tmp_path_factory.mktemp("engines"), tiny("wan2.1"), {}
+    root, made = tmp_path_factory.mktemp("engines"), {}
 
     def build(
         component: str,
@@ -72,7 +79,9 @@ def make(tiny: Callable[[str], ModelSpec], tmp_path_factory: pytest.TempPathFact
         precision: str = "float32",
         builder_name: str = "onnx_tensorrt",
         profiles: tuple[ShapeProfile, ...] = (),
+        architecture: str = "wan2.1",
     ) -> tuple[Path, EngineRecord, Program]:
+        spec = tiny(architecture)
         builder = BUILDERS[builder_name]
         if tensorrt_8_6.is_installed():
             builder = (TensorRTBlocks if is_block_program(name) else OnnxTensorRT)(prepare=to_opset_17)
@@ -284,9 +293,9 @@ def test_exceptions_of_tensorrt_are_engine_errors(make: Make, method: str) -> No
         assert verify(session, program, TWO[1], "float32").passed
 
 
-def block(make: Make, name: str) -> tuple[Path, EngineRecord, BlockProgram]:
+def block(make: Make, name: str, architecture: str = "wan2.1") -> tuple[Path, EngineRecord, BlockProgram]:
     """Build a block engine; return it with its program in float32."""
-    folder, found, program = make("transformer", name, "float16", "tensorrt_blocks")
+    folder, found, program = make("transformer", name, "float16", "tensorrt_blocks", architecture=architecture)
     assert isinstance(program, BlockProgram)
     return folder, found, program
 
@@ -320,9 +329,9 @@ def outputs_for(program: BlockProgram, tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_each_block_part_equals_pytorch_for_any_number_of_tokens(make: Make, name: str) -> None:
-    folder, found, program = block(make, name)
+@pytest.mark.parametrize(("architecture", "name"), BLOCKS_OF)
+def test_each_block_part_equals_pytorch_for_any_number_of_tokens(make: Make, architecture: str, name: str) -> None:
+    folder, found, program = block(make, name, architecture)
     # Without weights: only code.
     assert sum(file.bytes for file in found.files) < 2_000_000
     with closing(block_session(folder, found)) as session:

@@ -46,9 +46,7 @@ MESSAGES: Mapping[str, Message] = {
     "engine.compared_equal": Message("Equal to PyTorch."),
     "engine.compared_not_finite": Message("The output {where} contains NaN or Inf, or has another shape."),
     "engine.compared_partly": Message("{compared} Sizes not compared for lack of memory: {skipped:list}."),
-    "engine.compared_random_text": Message(
-        "{compared} The text was random, because the text encoder could not be loaded."
-    ),
+    "engine.compared_random_text": Message("{compared} The text was random, because the text encoder was not run."),
     "engine.compared_restored": Message("{compared} {edge} reconstructed, {error:.0%} off."),
     "engine.not_compared_yet": Message("Not compared with PyTorch yet."),
     "engine.export_compared": Message("Relative error {error:.0e} in ONNX Runtime, {tolerance:.0e} allowed."),

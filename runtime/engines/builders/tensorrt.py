@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
 from runtime.core.files import remove_partial_files, replace_file
+from runtime.core.plan import is_sound_block
 from runtime.core.request import SOUND_DECODERS
 from runtime.engines.builders import Builder, BuildNeeds, output_reporter, weights_bytes
 from runtime.engines.child import Report
@@ -177,18 +178,18 @@ class TensorRTBlocks(OnnxTensorRT):
     """Builds block engines: plans without weights, for up to `tokens` tokens in a call.
 
     They have a profile for any number of tokens, and the larger ones another for full chunks: TensorRT 8.6 was 10 %
-    faster with sizes that are known (width 5120, on an H200).
+    faster with sizes that are known (width 5120, on an H200). Those of a sound's stream rarely get a full chunk.
     """
 
     name = "tensorrt_blocks"
     kind = "blocks"
 
     def sizes(self, program: "Program", key: EngineKey) -> "list[Shapes]":
-        ((low, _, full),) = super().sizes(program, key)
         # The rest of a clip may be almost a full chunk, and a small one takes little time.
-        any_number = (low, full, full)
+        ((low, usual, full),) = super().sizes(program, key)
         # With both, TensorRT 8.6 takes 34 instead of 20 s for `block_query`, which is no faster then.
-        return [any_number] if program.name == "block_query" else [any_number, (full, full, full)]
+        small = program.name == "block_query" or is_sound_block(program.name)
+        return [(low, usual, full)] if small else [(low, usual, full), (full, full, full)]
 
     def options(self, machine: Machine, device: str) -> tuple[tuple[str, str], ...]:
         tokens = {TOKENS_OPTION: str(BLOCK_TOKENS)}

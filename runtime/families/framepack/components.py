@@ -8,7 +8,7 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video_framepack import HunyuanVideoFramepackTransformer3DModel
 
-from runtime.core.plan import EAGER, Speed
+from runtime.core.plan import EAGER, LatentSize, Speed
 from runtime.execution.components import SectionInputs
 from runtime.execution.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
 from runtime.families.framepack.image_encoder import siglip_pixels
@@ -56,26 +56,26 @@ def video_decoder(module: torch.nn.Module, device: str | torch.device) -> PyTorc
     return PyTorchSectionDecoder(module, device)
 
 
-def see_noise(module: PyTorchSectionDenoiser, spec: ModelSpec, size: tuple[int, int], device: torch.device) -> None:
+def see_noise(module: PyTorchSectionDenoiser, spec: ModelSpec, size: LatentSize, device: torch.device) -> None:
     """Let a transformer see noise instead of frames; see `engines.block_reference`.
 
     Args:
-        size: rows and columns of latents.
+        size: of the latents.
     """
     images, section = spec.image_input, spec.sections_of(spec.least_frames)[0]
     assert images is not None
     generator = torch.Generator().manual_seed(1)
 
     def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(1, *shape, generator=generator).to(device)
+        return torch.randn(1, *shape, *size[1:], generator=generator).to(device)
 
     channels = spec.vae.z_dim
     inputs = SectionInputs(
         section=section,
-        clean=noise(channels, len(section.clean), *size),
-        history_2x=noise(channels, len(section.history_2x), *size),
-        history_4x=noise(channels, len(section.history_4x), *size),
-        image_embeds=noise(images.tokens, images.width),
+        clean=noise(channels, len(section.clean)),
+        history_2x=noise(channels, len(section.history_2x)),
+        history_4x=noise(channels, len(section.history_4x)),
+        image_embeds=torch.randn(1, images.tokens, images.width, generator=generator).to(device),
         guidance_scale=spec.defaults.guidance_scale,
     )
     module.see(inputs)

@@ -13,17 +13,16 @@ products are in the dtype of the weights, or in FP8 (`engines.fp8`). FramePack's
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from runtime.engines.block_programs import BlockPart, BlockTensor
+from runtime.engines.block_programs import BlockPart, BlockTensor, UniformBlockPart
 from runtime.engines.fp8 import Weight, linear
 from runtime.models.spec import ModelSpec
 
 
-class _BlockPart(BlockPart):
+class _BlockPart(UniformBlockPart):
     """Norms of queries and keys are those of each head."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -42,9 +41,9 @@ class BlockQKV(_BlockPart):
     """Queries, keys and values, from the residual stream; `modulation` is shift and scale."""
 
     rows = 2
-    inputs: ClassVar[tuple[str, ...]] = ("x", "modulation", "cos", "sin")
-    outputs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-    weights: ClassVar[Mapping[str, str]] = {
+    inputs = ("x", "modulation", "cos", "sin")
+    outputs = ("q", "k", "v")
+    weights: Mapping[str, str] = {
         "q_weight": "to_q.weight",
         "q_bias": "to_q.bias",
         "rms_q": "norm_q.weight",
@@ -78,13 +77,13 @@ class BlockQKV(_BlockPart):
         return q.to(dtype), k.to(dtype), linear(normed, v_weight, v_bias).to(dtype)
 
 
-class BlockFeedForward(BlockPart):
+class BlockFeedForward(UniformBlockPart):
     """The residual stream after attention and the feed-forward; `modulation` is gate, shift, scale and gate."""
 
     rows = 4
-    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
-    outputs: ClassVar[tuple[str, ...]] = ("x",)
-    weights: ClassVar[Mapping[str, str]] = {
+    inputs = ("x", "attended", "modulation")
+    outputs = ("x",)
+    weights: Mapping[str, str] = {
         "out_weight": "to_out.weight",
         "out_bias": "to_out.bias",
         "expand_weight": "expand.weight",
@@ -112,13 +111,13 @@ class BlockFeedForward(BlockPart):
         return x + linear(inner, contract_weight, contract_bias).float() * modulation[3:4]
 
 
-class BlockSingle(BlockPart):
+class BlockSingle(UniformBlockPart):
     """The residual stream after a single block; `modulation` is shift, scale and gate."""
 
     rows = 3
-    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
-    outputs: ClassVar[tuple[str, ...]] = ("x",)
-    weights: ClassVar[Mapping[str, str]] = {
+    inputs = ("x", "attended", "modulation")
+    outputs = ("x",)
+    weights: Mapping[str, str] = {
         "expand_weight": "expand.weight",
         "expand_bias": "expand.bias",
         "both_weight": "contract.weight",

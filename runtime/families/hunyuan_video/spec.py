@@ -96,6 +96,11 @@ class TransformerSpec:
         return self.temporal_patch, self.spatial_patch, self.spatial_patch
 
     @property
+    def rotation_values(self) -> int:
+        """Numbers of a token in the tables of the rotary embedding."""
+        return 2 * self.attention_head_dim
+
+    @property
     def rope_max_seq_len(self) -> int:
         """The most tokens along one axis."""
         return _LONGEST_AXIS

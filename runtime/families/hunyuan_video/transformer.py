@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import BlockKernels
-from runtime.execution.block_engines import BlockEngines, BoundWeights
+from runtime.execution.block_engines import BlockEngines, BoundWeights, run_pass
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import PROMPTED, OnDegraded
 from runtime.execution.cuda_graphs import CudaGraphRunner
@@ -636,18 +636,8 @@ class PyTorchDenoiser(StepCaching):
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `execution.components.Denoiser`."""
-        if self._engines is None:
-            return self._pass(latents, timestep, text_embeds, which)
-        failed = self._engines.failed
-        output = self._pass(latents, timestep, text_embeds, which)
-        again = self._engines.rejects(output)
-        if self._engines.failed != failed and self._graphed is not None:
-            # What was recorded runs the engines.
-            self._graphed.forget()
-        if again:
-            self.reset_cache()
-            output = self._pass(latents, timestep, text_embeds, which)
-        return output
+        run = partial(self._pass, latents, timestep, text_embeds, which)
+        return run_pass(self._engines, self._graphed, self.reset_cache, run)
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""LTX-2's components in PyTorch, for `execution.components`, and the exportable forms of its VAE."""
+"""LTX-2's components in PyTorch, for `execution.components`, and the exportable forms of programs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +12,15 @@ from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 
-from runtime.core.plan import EAGER, Speed
+from runtime.core.plan import EAGER, LatentSize, Speed
 from runtime.core.request import SOUND_DECODERS
 from runtime.execution.components import SoundDecoder, StripDecoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.streams import Streams
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.ltx2 import transformer
+from runtime.families.ltx2.block_programs import BLOCK_PARTS
 from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
 from runtime.families.ltx2.sound_programs import SpectrumForm, VocoderForm
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
@@ -113,6 +115,15 @@ def strip_decoder(
     raise AssertionError(module, device, number, count, speed)
 
 
+def see_noise(module: PyTorchStreamDenoiser, spec: ModelSpec, size: LatentSize, device: torch.device) -> None:
+    """Let a transformer see the shapes of a clip and its sound; see `engines.block_reference`."""
+    del device
+    frames = (size[0] - 1) * spec.vae.scale_factor_temporal + 1
+    assert spec.sound_latents is not None
+    sound = spec.sound_latents.shape(frames, spec.defaults.fps)
+    module.see(Streams((1, spec.transformer.in_channels, *size), sound, spec.defaults.fps), ())
+
+
 def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
     """See `execution.components.Components`."""
     transformer.share_tokens(module, tokens)
@@ -120,6 +131,8 @@ def share_tokens(module: torch.nn.Module, tokens: Tokens) -> None:
 
 def make_form(spec: ModelSpec, program: str, load: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """See `engines.programs.MakeForm`."""
+    if program in BLOCK_PARTS:
+        return BLOCK_PARTS[program](spec)
     if program in SOUND_DECODERS:
         assert spec.sound_latents is not None
         return (VocoderForm if program == "vocoder" else SpectrumForm)(load(), spec.sound_latents)

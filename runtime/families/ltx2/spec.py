@@ -43,6 +43,16 @@ VISION = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.|lm_he
 # The VAE runs in diffusers' module as it is, and decodes a clip in one call, on one GPU. The passes of a step differ in
 # more than their text, so they are separate calls.
 _LACKS = frozenset({"chunks", "paired", "channels_last", "compiled_vae", "strips"})
+# Of `block_programs.BLOCK_PARTS`, which imports torch.
+BLOCK_PROGRAMS = tuple(
+    f"block_{stream}{part}" for stream in ("", "sound_") for part in ("qkv", "query", "cross", "feed_forward")
+)
+# What the blocks have in all published models, and diffusers' defaults.
+_BLOCKS: Mapping[str, Any] = {
+    "norm_eps": 1e-6,
+    "activation_fn": "gelu-approximate",
+    **dict.fromkeys(("attention_bias", "attention_out_bias", "ff_bias", "audio_ff_bias"), True),
+}
 # The components in the order they run; engines are built of the VAE's parts and of the sound's.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": (),
@@ -108,6 +118,7 @@ class TransformerSpec:
         modulated_text: whether the attention to the text depends on the timestep, as from LTX-2.3 on.
         keeps_text: whether its keys and values nevertheless do not.
         gated: whether results of attention have gates, as from LTX-2.3 on.
+        splits_heads: whether rotations pair a channel with that half of a head away, instead of adjacent channels.
         projects_text: whether the transformer projects the text, as LTX-2's does.
     """
 
@@ -123,6 +134,7 @@ class TransformerSpec:
     modulated_text: bool
     keeps_text: bool
     gated: bool
+    splits_heads: bool
     projects_text: bool
 
     patch_size = (1, 1, 1)
@@ -142,6 +154,11 @@ class TransformerSpec:
     def ffn_dim(self) -> int:
         """Channels of the feed-forward's inner layer."""
         return 4 * self.width
+
+    @property
+    def rotation_values(self) -> int:
+        """Numbers of a token of the video in the tables of the rotations, in its own attention and to the sound."""
+        return self.width + self.sound_width
 
     @property
     def _token_parameters(self) -> int:
@@ -184,8 +201,7 @@ class TransformerSpec:
         e, width = element_bytes, self.width
         feed_forward = e * (3 * width + 2 * self.ffn_dim)
         rotation = e * 6 * width + 3 * _FLOAT32 * width
-        tables = _FLOAT32 * (width + self.sound_width)
-        return tokens * (max(feed_forward, rotation) + tables)
+        return tokens * (max(feed_forward, rotation) + _FLOAT32 * self.rotation_values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -528,6 +544,7 @@ class _Configurations(NamedTuple):
     noise: NoiseLevels
     scheduler: str
     upsampler: _Upsampler | None
+    block_programs: tuple[str, ...]
 
 
 def _read_configurations(
@@ -576,6 +593,7 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
             "modulated_text": config.get("cross_attn_mod", False),
             "keeps_text": not (config.get("cross_attn_mod", False) and config.get("use_prompt_adaln_single", True)),
             "gated": config.get("gated_attn", False),
+            "splits_heads": config.get("rope_type", "interleaved") == "split",
             "projects_text": config.get("use_prompt_embeddings", True),
         }
     )
@@ -616,7 +634,8 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
         if upsampler.use_rational_resampler and upsampler.rational_spatial_scale != _UPSAMPLED:
             raise ValueError("rational_spatial_scale")
     noise = _noise(scheduler)
-    return _Configurations(transformer, vae, encoder, sound, noise, str(scheduler["_class_name"]), upsampler)
+    blocks = BLOCK_PROGRAMS if all(config.get(name, value) == value for name, value in _BLOCKS.items()) else ()
+    return _Configurations(transformer, vae, encoder, sound, noise, str(scheduler["_class_name"]), upsampler, blocks)
 
 
 def _refinement(configs: _Configurations, parameters: Callable[[], int]) -> RefinementSpec | None:
@@ -712,6 +731,7 @@ def _sound(configs: Mapping[str, Mapping[str, Any]], transformer: TransformerSpe
         per_second=vae.sample_rate / vae.mel_hop_length / _SPECTRUM_STRIDE,
         width=transformer.sound_width,
         heads=transformer.sound_heads,
+        text_dim=transformer.sound_text_dim,
         parts={"audio_vae": vae.part(), "vocoder": part},
         guidance=_guidance(transformer),
     )
@@ -776,6 +796,7 @@ def _fields(configs: _Configurations) -> dict[str, Any]:
         "max_sequence_length": MAX_SEQUENCE_LENGTH,
         "encoders": {"text_encoder": configs.encoder},
         "programs": _PROGRAMS,
+        "block_programs": configs.block_programs,
         "noise": configs.noise,
         "image_input": ImageInput(kind="first_frame", vae=configs.vae, required=False, last="keyframe", crf=_IMAGE_CRF),
         "sound": configs.sound,

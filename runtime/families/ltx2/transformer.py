@@ -23,8 +23,9 @@ sound's attention to the video, in which each process computes some heads and se
 caching, still work. Dropout is left out: its probability is 0.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
 from runtime.execution.attention import Attention, BlockKernels, attention, exact_attention
-from runtime.execution.block_engines import BlockEngines
+from runtime.execution.block_engines import BlockEngines, BoundWeights, parts_of, run_pass
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, OnDegraded
 from runtime.execution.cuda_graphs import CudaGraphRunner
@@ -45,6 +46,7 @@ from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.streams import Streams
 from runtime.execution.text_states import TextState, TextStates
+from runtime.families.ltx2.block_programs import CROSS, FEED_FORWARD, SELF, SOUND_ASKS, TEXT, VIDEO_ASKS
 from runtime.models.quantization import linear_of_gelu
 from runtime.models.row_operations import add_norms, by_token, computed, layer_norm, norm_rotate
 from runtime.upstream.diffusers import cache_single_stream
@@ -57,10 +59,6 @@ BlockStep = Callable[..., torch.Tensor]
 _FUSED, _FUSED_OTHER = "to_qkv", "to_kv"
 # CUDA graphs of a clip: of the four kinds of passes.
 _GRAPHS = 4
-# The tables of a stream: shift, scale and gate of self-attention and of the feed-forward, from LTX-2.3 on also of the
-# attention to the text, and then scale and shift for the sound's attention to the video or the other way, the same for
-# the other one, and the gate.
-_SELF, _FEED_FORWARD, _TEXT, _CROSS = 0, 3, 6, 5
 # The sound's few values pass as many operations as the video's: each of them takes one kernel instead of several.
 _FEWEST = 0
 
@@ -71,6 +69,10 @@ class Angles(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     distance: int
+
+    def of(self, part: slice) -> "Angles":
+        """Return the rotation of some of the tokens."""
+        return self._replace(cos=self.cos[:, part], sin=self.sin[:, part])
 
 
 class Rotations(NamedTuple):
@@ -94,7 +96,7 @@ class Modulation(NamedTuple):
     """What blocks add to their tables, float32.
 
     Attributes:
-        video, sound: (timesteps, rows, width), see `_SELF`.
+        video, sound: (timesteps, rows, width), see `block_programs.SELF`.
         text, sound_text: shift and scale of the text, (1, 2, width), if they depend on the timestep.
     """
 
@@ -109,16 +111,27 @@ _Attended = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class _Stream(NamedTuple):
-    """A block and its layers for one stream, its table, and how its tokens attend to each other."""
+    """A block and its layers for one stream, its table, and how its tokens attend to each other.
+
+    Attributes:
+        asks, tells: the attention of this stream to the other one, and of the other one to this.
+        rotation, cross_rotation: of its tokens in self-attention, and between the streams.
+    """
 
     block: Any
+    is_sound: bool
     attn: Any
     text_attn: Any
+    asks: Any
+    tells: Any
+    feed_forward: Any
     table: torch.Tensor
     first_count: int
     rotation: Angles
+    cross_rotation: Angles
     attend: Attention
     attend_text: Attention
+    attend_cross: Attention
     epsilon: float
     modulates_text: bool
 
@@ -156,12 +169,12 @@ def block_step(
     x, x_normed, y, y_normed = _finish(
         video,
         sound,
-        None if isolated else rotations,
         _attend(video, x, text[0], skips=skips),
         _attend(sound, y, text[1], skips=skips),
+        isolated=isolated,
     )
-    (x,) = _sum(video, x, _feed_forward(block.ff, x_normed), _row(video, _FEED_FORWARD + 2))
-    (y,) = _sum(sound, y, _feed_forward(block.audio_ff, y_normed), _row(sound, _FEED_FORWARD + 2))
+    (x,) = _sum(video, x, _feed_forward(block.ff, x_normed), _row(video, FEED_FORWARD + 2))
+    (y,) = _sum(sound, y, _feed_forward(block.audio_ff, y_normed), _row(sound, FEED_FORWARD + 2))
     return torch.cat([x.flatten(1), y.flatten(1)], dim=1)
 
 
@@ -206,25 +219,37 @@ def _streams(block: Any, modulation: Modulation, rotations: Rotations, first_cou
     ]
     video = _Stream(
         block,
+        False,
         block.attn1,
         block.attn2,
+        block.audio_to_video_attn,
+        block.video_to_audio_attn,
+        block.ff,
         tables[0],
         first_count,
         rotations.video,
+        rotations.video_cross,
         block.attend,
         block.attend_text,
+        block.attend_other,
         block.norm1.eps,
         block.video_cross_attn_adaln,
     )
     sound = _Stream(
         block,
+        True,
         block.audio_attn1,
         block.audio_attn2,
+        block.video_to_audio_attn,
+        block.audio_to_video_attn,
+        block.audio_ff,
         tables[1],
         0,
         rotations.sound,
+        rotations.sound_cross,
         block.attend_other,
         block.attend_other,
+        block.attend_video,
         block.norm1.eps,
         block.audio_cross_attn_adaln,
     )
@@ -238,52 +263,58 @@ def _attend(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Te
         x: hidden states, (1, tokens, width).
         text: keys and values.
     """
-    _, normed = _sum(stream, x, None, None, _modulation(stream, _SELF, _SELF + 1))
-    modulation = _modulation(stream, _TEXT, _TEXT + 1) if stream.modulates_text else None
-    x, normed = _sum(stream, x, _attend_self(stream, normed, skips=skips), _row(stream, _SELF + 2), modulation)
-    return x, _attend_text(stream, normed, text), _row(stream, _TEXT + 2) if stream.modulates_text else None
+    _, normed = _sum(stream, x, None, None, _modulation(stream, SELF, SELF + 1))
+    added = _attend_self(stream, normed, skips=skips)
+    x, normed = _sum(stream, x, added, _row(stream, SELF + 2), _text_modulation(stream))
+    return x, _attend_text(stream, normed, text), _text_gate(stream)
 
 
 def _attend_self(stream: _Stream, x: torch.Tensor, *, skips: bool) -> torch.Tensor:
     """Return the result of self-attention, (1, tokens, width), of normed hidden states."""
-    attn, block = stream.attn, stream.block
+    attn = stream.attn
     if skips:
-        return _projected(attn, _in_heads(attn, attn.to_v(x)), x)
+        return _projected(attn, attn.to_v(x), _gate(attn, x))
+    attended = stream.attend(*(_in_heads(attn, tensor) for tensor in _qkv(stream, x)))
+    return _projected(attn, attended.flatten(2), _gate(attn, x))
+
+
+def _qkv(stream: _Stream, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values of self-attention, each (1, tokens, width), of normed hidden states."""
+    attn, block = stream.attn, stream.block
     fused = getattr(attn, _FUSED, None)
     layers = (attn.to_q, attn.to_k, attn.to_v)
     q, k, v = [layer(x) for layer in layers] if fused is None else fused(x).chunk(3, 2)
-    q, k = _normed(block, attn.norm_q, q, stream.rotation), _normed(block, attn.norm_k, k, stream.rotation)
-    return _projected(attn, stream.attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v)), x)
+    return _normed(block, attn.norm_q, q, stream.rotation), _normed(block, attn.norm_k, k, stream.rotation), v
 
 
 def _attend_text(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the result of attention to the text, (1, tokens, width), of normed hidden states."""
     attn = stream.text_attn
-    query = _normed(stream.block, attn.norm_q, attn.to_q(x))
-    return _projected(attn, stream.attend_text(_in_heads(attn, query), *text), x)
+    attended = stream.attend_text(_in_heads(attn, _text_query(stream, x)), *text)
+    return _projected(attn, attended.flatten(2), _gate(attn, x))
+
+
+def _text_query(stream: _Stream, x: torch.Tensor) -> torch.Tensor:
+    """Return the queries to the text, (1, tokens, width), of normed hidden states."""
+    return _normed(stream.block, stream.text_attn.norm_q, stream.text_attn.to_q(x))
 
 
 def _finish(
-    video: _Stream, sound: _Stream, rotations: Rotations | None, of_video: _Attended, of_sound: _Attended
+    video: _Stream, sound: _Stream, of_video: _Attended, of_sound: _Attended, *, isolated: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return hidden states after all attention and their norm for the feed-forward, of the video and of the sound.
 
     Args:
-        rotations: `None` if the streams do not attend to each other.
+        isolated: whether the streams do not attend to each other.
     """
-    if rotations is not None:
-        block, x_angles, y_angles = video.block, rotations.video_cross, rotations.sound_cross
-        x, x_asks, x_tells = _sum(video, *of_video, *_cross_modulations(video))
-        y, y_tells, y_asks = _sum(sound, *of_sound, *_cross_modulations(sound))
-        x_added = _attend_other(
-            block, block.audio_to_video_attn, x_asks, y_tells, x_angles, y_angles, block.attend_other
-        )
-        y_added = _attend_other(
-            block, block.video_to_audio_attn, y_asks, x_tells, y_angles, x_angles, block.attend_video
-        )
+    if not isolated:
+        x, x_asks, x_tells = _cross_norms(video, *of_video)
+        y, y_asks, y_tells = _cross_norms(sound, *of_sound)
+        x_added = _attend_other(video, x_asks, sound, y_tells)
+        y_added = _attend_other(sound, y_asks, video, x_tells)
         of_video, of_sound = (x, x_added, _row(video, -1)), (y, y_added, _row(sound, -1))
-    x, x_normed = _sum(video, *of_video, _modulation(video, _FEED_FORWARD, _FEED_FORWARD + 1))
-    y, y_normed = _sum(sound, *of_sound, _modulation(sound, _FEED_FORWARD, _FEED_FORWARD + 1))
+    x, x_normed = _sum(video, *of_video, _modulation(video, FEED_FORWARD, FEED_FORWARD + 1))
+    y, y_normed = _sum(sound, *of_sound, _modulation(sound, FEED_FORWARD, FEED_FORWARD + 1))
     return x, x_normed, y, y_normed
 
 
@@ -297,6 +328,16 @@ def _modulation(stream: _Stream, shift: int, scale: int) -> tuple[torch.Tensor, 
     return _row(stream, scale), _row(stream, shift)
 
 
+def _text_modulation(stream: _Stream) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the scale and shift of the norm before the attention to the text, if it has any."""
+    return _modulation(stream, TEXT, TEXT + 1) if stream.modulates_text else None
+
+
+def _text_gate(stream: _Stream) -> torch.Tensor | None:
+    """Return the gate of the attention to the text, (timesteps, width), if it has one."""
+    return _row(stream, TEXT + 2) if stream.modulates_text else None
+
+
 def _sum(
     stream: _Stream, x: torch.Tensor, y: torch.Tensor | None, gate: torch.Tensor | None, *norms: Any
 ) -> tuple[torch.Tensor, ...]:
@@ -307,26 +348,36 @@ def _sum(
     return out
 
 
-def _cross_modulations(stream: _Stream) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the scale and shift of a stream in the video's attention to the sound, and in the sound's to the video."""
-    return [(_row(stream, -_CROSS + place), _row(stream, -_CROSS + place + 1)) for place in (0, 2)]
+def _cross_norms(
+    stream: _Stream, x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a sum, and its norms for a stream's attention to the other one and for the other's to it."""
+    places = (VIDEO_ASKS, SOUND_ASKS)
+    x, of_video, of_sound = _sum(
+        stream, x, y, gate, *(_modulation(stream, CROSS + place + 1, CROSS + place) for place in places)
+    )
+    return (x, of_sound, of_video) if stream.is_sound else (x, of_video, of_sound)
 
 
-def _attend_other(
-    block: Any,
-    attn: Any,
-    x: torch.Tensor,
-    other: torch.Tensor,
-    rotation: Angles,
-    other_rotation: Angles,
-    attend: Attention,
-) -> torch.Tensor:
+def _attend_other(stream: _Stream, x: torch.Tensor, other_stream: _Stream, other: torch.Tensor) -> torch.Tensor:
     """Return the result of a stream's attention to the other one, (1, tokens, width); both are normed."""
+    attn, (k, v) = stream.asks, _told(other_stream, other)
+    q = _cross_query(stream, x)
+    attended = stream.attend_cross(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v))
+    return _projected(attn, attended.flatten(2), _gate(attn, x))
+
+
+def _cross_query(stream: _Stream, x: torch.Tensor) -> torch.Tensor:
+    """Return a stream's queries to the other one, (1, tokens, the sound's width)."""
+    return _normed(stream.block, stream.asks.norm_q, stream.asks.to_q(x), stream.cross_rotation)
+
+
+def _told(stream: _Stream, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a stream's keys and values for the other one, each (1, tokens, the sound's width)."""
+    attn = stream.tells
     fused = getattr(attn, _FUSED_OTHER, None)
-    k, v = (attn.to_k(other), attn.to_v(other)) if fused is None else fused(other).chunk(2, 2)
-    q, k = _normed(block, attn.norm_q, attn.to_q(x), rotation), _normed(block, attn.norm_k, k, other_rotation)
-    attended = attend(_in_heads(attn, q), _in_heads(attn, k), _in_heads(attn, v))
-    return _projected(attn, attended, x)
+    k, v = (attn.to_k(x), attn.to_v(x)) if fused is None else fused(x).chunk(2, 2)
+    return _normed(stream.block, attn.norm_k, k, stream.cross_rotation), v
 
 
 def _normed(block: Any, norm: Any, x: torch.Tensor, angles: Angles | tuple[()] = ()) -> torch.Tensor:
@@ -341,15 +392,20 @@ def _in_heads(attn: Any, x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(2, (attn.heads, -1))
 
 
-def _projected(attn: Any, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the projection of a result of attention, (1, tokens, heads, head width).
+def _gate(attn: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits of the gates of an attention, (1, tokens, heads); `None` if it has none.
 
     Args:
-        x: what the queries were projected from, which decides the gates.
+        x: what the queries are projected from.
     """
-    if attn.to_gate_logits is not None:
-        attended = attended * (2.0 * torch.sigmoid(attn.to_gate_logits(x))).unsqueeze(-1)
-    out: torch.Tensor = attn.to_out[0](attended.flatten(2))
+    return None if attn.to_gate_logits is None else attn.to_gate_logits(x)
+
+
+def _projected(attn: Any, attended: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+    """Return the projection of a result of attention; both are (1, tokens, width)."""
+    if gate is not None:
+        attended = (_in_heads(attn, attended) * (2.0 * torch.sigmoid(gate)).unsqueeze(-1)).flatten(2)
+    out: torch.Tensor = attn.to_out[0](attended)
     return out
 
 
@@ -357,6 +413,197 @@ def _feed_forward(feed_forward: Any, x: torch.Tensor) -> torch.Tensor:
     expand, reduce = feed_forward.net[0], feed_forward.net[2]
     out: torch.Tensor = linear_of_gelu(reduce, expand.proj(x)) if expand.approximate == "tanh" else reduce(expand(x))
     return out
+
+
+class _Before(NamedTuple):
+    """What `EngineStep` has of a stream before the streams attend to each other.
+
+    Attributes:
+        x: hidden states, (1, tokens, width), float32.
+        query, key, value: to the other stream and for it, each (1, tokens, the sound's width).
+        gates: logits of the attention to the other stream, (1, tokens, heads), if it has any.
+    """
+
+    x: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    gates: tuple[torch.Tensor, ...]
+
+
+class EngineStep:
+    """`block_step` on block engines; hidden states are float32.
+
+    Attention sees all tokens. The rest of a block runs over those of each stream in chunks, on the engines or, for what
+    they do not compute, in PyTorch. Where the streams do not attend to each other, the engines compute the queries,
+    keys and values nevertheless, and the gate of the result is 0.
+    """
+
+    def __init__(self, engines: BlockEngines) -> None:
+        self._engines = engines
+
+    def __call__(
+        self,
+        block: Any,
+        joined: torch.Tensor,
+        tokens: int,
+        text: BlockText,
+        modulation: Modulation,
+        rotations: Rotations,
+        first_count: int = 0,
+        skips: bool = False,
+        isolated: bool = False,
+    ) -> torch.Tensor:
+        """See `block_step`; `joined` is not modified."""
+        out = torch.empty_like(joined)
+        weights = self._engines.weights(block, joined.device)
+        streams = _streams(block, modulation, rotations, first_count)
+        if isolated:
+            for stream in streams:
+                stream.table[:, -1] = 0
+        if isinstance(text[0], torch.Tensor):
+            text = text_keys_values(block, text, modulation)
+        before = [
+            self._until_cross(stream, x, of_text, weights, skips=skips)
+            for stream, x, of_text in zip(streams, _separate(block, joined, tokens), text, strict=True)
+        ]
+        results = _separate(block, out, tokens)
+        for stream, own, other, result in zip(streams, before, reversed(before), results, strict=True):
+            self._finish(stream, own, None if isolated else other, result, weights)
+        return out
+
+    def _until_cross(
+        self,
+        stream: _Stream,
+        x: torch.Tensor,
+        text: tuple[torch.Tensor, torch.Tensor],
+        weights: BoundWeights,
+        *,
+        skips: bool,
+    ) -> _Before:
+        """Attend to the stream itself and to the text."""
+        q, k, v, *gates = self._outputs("qkv", stream, x)
+        for part, here in self._parts(stream, x):
+            written = tuple(tensor[:, part] for tensor in (q, k, v, *gates))
+            self._run("qkv", here, {"x": x[:, part]}, weights, written, partial(_part_qkv, here, x[:, part]))
+        attended = v if skips else stream.attend(*(_in_heads(stream.attn, tensor) for tensor in (q, k, v))).flatten(2)
+        attended = attended.contiguous()
+        del q, k, v
+        outputs = self._outputs("cross", stream, x)
+        for part, here in self._parts(stream, x):
+            given = _given(x[:, part], attended[:, part], *(gate[:, part] for gate in gates))
+            own, query, *text_gates = self._outputs("query", stream, x[:, part])
+            self._run("query", here, given, weights, (own, query, *text_gates), partial(_part_query, here, **given))
+            of_text = stream.attend_text(_in_heads(stream.text_attn, query), *text).flatten(2).contiguous()
+            given = _given(own, of_text, *text_gates)
+            written = tuple(tensor[:, part] for tensor in outputs)
+            self._run("cross", here, given, weights, written, partial(_part_cross, here, **given))
+        own, query, key, value, *gates = outputs
+        return _Before(own, query, key, value, tuple(gates))
+
+    def _finish(
+        self, stream: _Stream, own: _Before, other: _Before | None, out: torch.Tensor, weights: BoundWeights
+    ) -> None:
+        """Attend to the other stream, if given, and write the hidden states after the block to `out`."""
+        for part, here in self._parts(stream, own.x):
+            query = own.query[:, part]
+            if other is None:
+                attended = torch.zeros_like(query)
+            else:
+                heads = (_in_heads(stream.asks, tensor) for tensor in (query, other.key, other.value))
+                attended = stream.attend_cross(*heads).flatten(2).contiguous()
+            given = _given(own.x[:, part], attended, *(gate[:, part] for gate in own.gates))
+            run = partial(_part_feed_forward, here, **given)
+            self._run("feed_forward", here, given, weights, (out[:, part],), run)
+
+    def _parts(self, stream: _Stream, x: torch.Tensor) -> list[tuple[slice, _Stream]]:
+        """Return the chunks of a stream's tokens, each with the stream of these tokens alone."""
+        return [
+            (
+                part,
+                stream._replace(
+                    table=table,
+                    first_count=0,
+                    rotation=stream.rotation.of(part),
+                    cross_rotation=stream.cross_rotation.of(part),
+                ),
+            )
+            for part, table in parts_of(self._engines, x.shape[1], stream.table, stream.first_count)
+        ]
+
+    def _outputs(self, part: str, stream: _Stream, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self._engines.outputs(_program(part, stream), x)
+
+    def _run(
+        self,
+        part: str,
+        stream: _Stream,
+        given: Mapping[str, torch.Tensor],
+        weights: BoundWeights,
+        outputs: tuple[torch.Tensor, ...],
+        in_pytorch: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
+    ) -> None:
+        """See `BlockEngines.run`; what all calls of a part take is added to `given`."""
+        angles = {"qkv": stream.rotation, "cross": stream.cross_rotation}.get(part)
+        tables = {} if angles is None else {"cos": angles.cos, "sin": angles.sin}
+        inputs = {**given, "modulation": stream.table, **tables}
+        self._engines.run(_program(part, stream), inputs, weights, outputs, in_pytorch)
+
+
+def _given(x: torch.Tensor, attended: torch.Tensor, *gates: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what the parts after an attention take, by name; there is at most one tensor of gates."""
+    return {"x": x, "attended": attended, **dict(zip(("gate",), gates, strict=False))}
+
+
+def _program(part: str, stream: _Stream) -> str:
+    """Return the name of a part's program for a stream, see `block_programs.BLOCK_PARTS`."""
+    return f"block_{'sound_' if stream.is_sound else ''}{part}"
+
+
+def _with_gate(attn: Any, asking: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a part's outputs, and the logits of the next attention's gates if it has any."""
+    gate = _gate(attn, asking)
+    return outputs if gate is None else (*outputs, gate)
+
+
+def _part_qkv(stream: _Stream, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Compute `block_programs.BlockQKV` in PyTorch.
+
+    This and the next functions take hidden states in float32, of one timestep, and return them so.
+    """
+    _, normed = _sum(stream, x, None, None, _modulation(stream, SELF, SELF + 1))
+    normed = normed.to(stream.block.compute_dtype)
+    return _with_gate(stream.attn, normed, *_qkv(stream, normed))
+
+
+def _part_query(
+    stream: _Stream, x: torch.Tensor, attended: torch.Tensor, gate: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Compute `block_programs.BlockQuery` in PyTorch."""
+    added = _projected(stream.attn, attended, gate)
+    x, normed = _sum(stream, x, added, _row(stream, SELF + 2), _text_modulation(stream))
+    normed = normed.to(stream.block.compute_dtype)
+    return _with_gate(stream.text_attn, normed, x, _text_query(stream, normed))
+
+
+def _part_cross(
+    stream: _Stream, x: torch.Tensor, attended: torch.Tensor, gate: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Compute `block_programs.BlockCross` in PyTorch."""
+    x, *norms = _cross_norms(stream, x, _projected(stream.text_attn, attended, gate), _text_gate(stream))
+    asking, telling = (normed.to(stream.block.compute_dtype) for normed in norms)
+    return _with_gate(stream.asks, asking, x, _cross_query(stream, asking), *_told(stream, telling))
+
+
+def _part_feed_forward(
+    stream: _Stream, x: torch.Tensor, attended: torch.Tensor, gate: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `block_programs.BlockFeedForward` in PyTorch."""
+    added = _projected(stream.asks, attended, gate)
+    x, normed = _sum(stream, x, added, _row(stream, -1), _modulation(stream, FEED_FORWARD, FEED_FORWARD + 1))
+    inner = _feed_forward(stream.feed_forward, normed.to(stream.block.compute_dtype))
+    (x,) = _sum(stream, x, inner, _row(stream, FEED_FORWARD + 2))
+    return x
 
 
 def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> TextState:
@@ -382,7 +629,7 @@ def _modulates_text(module: Any) -> bool:
     return bool(module.prompt_modulation and module.config.use_prompt_adaln_single)
 
 
-def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step) -> None:
+def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, wide: bool = False) -> None:
     """Replace `forward` of a loaded transformer and its blocks; later calls change the options.
 
     Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
@@ -391,7 +638,8 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step) -> 
         module: a `diffusers.LTX2VideoTransformer3DModel`, without hooks at the first call.
         speed: has the kernels of the video's self-attention. Its attention to the text runs on the same one if that is
             exact; all other attention is "native".
-        step: `block_step`, or a compiled version of it.
+        step: `block_step`, a compiled version of it, or an `EngineStep`.
+        wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
     """
     if not hasattr(module, "kernels"):
         module.forward = MethodType(_forward, module)
@@ -401,8 +649,11 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step) -> 
     for block in module.transformer_blocks:
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
-        block.step, block.attend_text = step, attend_text
+        block.attend_text, block.norms_apart = attend_text, False
         block.attend_other = block.attend_video = attend_other
+        # Not the dtype of a block's parameters, which may be quantized.
+        block.compute_dtype = module.proj_in.weight.dtype
+    _use_step(module, step, wide=wide)
     module.kernels = BlockKernels(speed)
     module.kernels.choose(module.transformer_blocks)
 
@@ -419,6 +670,12 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     attend_video = tokens.around_whole("native")
     for block in module.transformer_blocks:
         block.attend_video = attend_video
+
+
+def _use_step(module: Any, step: BlockStep, *, wide: bool = False) -> None:
+    for block in module.transformer_blocks:
+        block.step = step
+    module.is_wide = wide
 
 
 def fuse(module: Any) -> bool:
@@ -487,6 +744,8 @@ def _forward(
     tokens, count = x.shape[1], y.shape[1]
     state = text()
     joined = torch.cat([x.flatten(1), y.flatten(1)], dim=1)
+    if self.is_wide:
+        joined = joined.float()
     del x, y
     self.kernels.choose(self.transformer_blocks)
     for block in self.transformer_blocks:
@@ -613,19 +872,25 @@ class PyTorchStreamDenoiser(StepCaching):
         self.dtype: torch.dtype = module.proj_in.weight.dtype
         self._texts = TextStates()
         self._graphed: CudaGraphRunner | None = None
+        self._engines: BlockEngines | None = None
         self.compute(speed)
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None, engines: BlockEngines | None = None) -> None:
-        """See `execution.components.PyTorchDenoiser`; the family has no block engines."""
-        assert engines is None
+        """See `execution.components.PyTorchDenoiser`; on engines, blocks are not compiled or fused."""
         assert not speed.paired
 
         def report(field: str) -> Callable[[Fact], None]:
             return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
         self._forget_values()
+        self._engines = engines
+        if engines is not None:
+            speed = speed.replace(compiled=False, fused=False)
         self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
-        install(self._module, speed, self._step or block_step)
+        if engines is None:
+            install(self._module, speed, self._step or block_step)
+        else:
+            install(self._module, speed, EngineStep(engines), wide=True)
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._keeps_text = speed.text_kept and not _modulates_text(self._module)
@@ -639,7 +904,10 @@ class PyTorchStreamDenoiser(StepCaching):
         return 0.0 if self._step is None else self._step.seconds
 
     def forget(self) -> None:
-        """Forget the shapes of the streams, and free everything cached for a text or a size."""
+        """Forget the streams' shapes and what is cached for a text or a size, and use no block engines from then on."""
+        if self._engines is not None:
+            self._engines = None
+            _use_step(self._module, block_step)
         self._streams = None
         self._forget_values()
 
@@ -676,8 +944,6 @@ class PyTorchStreamDenoiser(StepCaching):
             self._graphed.forget()
         self._streams, self._skipping = streams, frozenset(skipping_blocks)
 
-    # Not in inference mode: offloading hooks change weights while the module runs.
-    @torch.no_grad()
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
@@ -690,6 +956,14 @@ class PyTorchStreamDenoiser(StepCaching):
             which: also `SKIPPING`, in which some blocks skip their self-attention, and `ISOLATED`, in which the streams
                 do not attend to each other.
         """
+        run = partial(self._pass, latents, timestep, text_embeds, which)
+        return run_pass(self._engines, self._graphed, self.reset_cache, run)
+
+    # Not in inference mode: offloading hooks change weights while the module runs.
+    @torch.no_grad()
+    def _pass(
+        self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
+    ) -> torch.Tensor:
         assert self._streams is not None, "call `see` first"
         skipping = self._skipping if which == SKIPPING else frozenset()
         options = self._streams, skipping, which == ISOLATED

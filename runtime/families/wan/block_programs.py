@@ -15,22 +15,21 @@ feed-forward: the block's table plus the timestep's vectors.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from runtime.engines.block_programs import BlockPart
+from runtime.engines.block_programs import BlockPart, UniformBlockPart
 from runtime.engines.fp8 import Weight, linear
 
 
-class BlockQKV(BlockPart):
+class BlockQKV(UniformBlockPart):
     """Queries, keys and values of self-attention, from the residual stream."""
 
     rows = 6
-    inputs: ClassVar[tuple[str, ...]] = ("x", "modulation", "cos", "sin")
-    outputs: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-    weights: ClassVar[Mapping[str, str]] = {
+    inputs = ("x", "modulation", "cos", "sin")
+    outputs = ("q", "k", "v")
+    weights: Mapping[str, str] = {
         "q_weight": "attn1.to_q.weight",
         "q_bias": "attn1.to_q.bias",
         "rms_q": "attn1.norm_q.weight",
@@ -64,13 +63,13 @@ class BlockQKV(BlockPart):
         return q.to(dtype), k.to(dtype), linear(normed, v_weight, v_bias).to(dtype)
 
 
-class BlockQuery(BlockPart):
+class BlockQuery(UniformBlockPart):
     """The residual stream after self-attention, and the queries of cross-attention."""
 
     rows = 6
-    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
-    outputs: ClassVar[tuple[str, ...]] = ("x", "query")
-    weights: ClassVar[Mapping[str, str]] = {
+    inputs = ("x", "attended", "modulation")
+    outputs = ("x", "query")
+    weights: Mapping[str, str] = {
         "out_weight": "attn1.to_out.0.weight",
         "out_bias": "attn1.to_out.0.bias",
         "norm_weight": "norm2.weight",
@@ -100,13 +99,13 @@ class BlockQuery(BlockPart):
         return x, self._rms_norm(linear(normed, q_weight, q_bias), rms_q).to(dtype)
 
 
-class BlockFeedForward(BlockPart):
+class BlockFeedForward(UniformBlockPart):
     """The residual stream after cross-attention and the feed-forward."""
 
     rows = 6
-    inputs: ClassVar[tuple[str, ...]] = ("x", "attended", "modulation")
-    outputs: ClassVar[tuple[str, ...]] = ("x",)
-    weights: ClassVar[Mapping[str, str]] = {
+    inputs = ("x", "attended", "modulation")
+    outputs = ("x",)
+    weights: Mapping[str, str] = {
         "out_weight": "attn2.to_out.0.weight",
         "out_bias": "attn2.to_out.0.bias",
         "expand_weight": "ffn.net.0.proj.weight",

@@ -95,6 +95,11 @@ class TransformerSpec:
         """Channels of a token."""
         return self.num_attention_heads * self.attention_head_dim
 
+    @property
+    def rotation_values(self) -> int:
+        """Numbers of a token in the tables of the rotary embedding."""
+        return 2 * self.attention_head_dim
+
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations (two per multiply-add) of one forward pass, batch 1."""
         self_attention = 8 * tokens * self.width**2 + 4 * tokens**2 * self.width
@@ -121,7 +126,7 @@ class TransformerSpec:
         modulation = 6 * _FLOAT32 * width if time_per_token else 0
         start = e * width + (6 * lifted * width if time_per_token else 0)
         timestep = 7 * e * width if time_per_token else 0
-        rotations = 2 * _FLOAT32 * self.attention_head_dim
+        rotations = _FLOAT32 * self.rotation_values
         return tokens * (max(feed_forward, gated_sum, rotary, start) + modulation + timestep + rotations)
 
     @property

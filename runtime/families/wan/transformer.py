@@ -26,7 +26,7 @@ import torch
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.attention import BlockKernels, attention
-from runtime.execution.block_engines import BlockEngines, BoundWeights
+from runtime.execution.block_engines import BlockEngines, BoundWeights, parts_of, run_pass
 from runtime.execution.compilation import CompiledStep, OnDegraded
 from runtime.execution.components import PROMPTED
 from runtime.execution.cuda_graphs import CudaGraphRunner
@@ -180,7 +180,7 @@ class EngineStep:
     ) -> torch.Tensor:
         """See `block_step`; `x` is not modified."""
         engines, x = self._engines, x.contiguous()
-        parts = self._parts(x.shape[1], block.scale_shift_table + modulation.float(), first_count)
+        parts = parts_of(engines, x.shape[1], block.scale_shift_table + modulation.float(), first_count)
         weights = engines.weights(block, x.device)
         attended = self._attend(block, x, parts, rotation, weights)
         if isinstance(text, torch.Tensor):
@@ -205,17 +205,6 @@ class EngineStep:
                 partial(block_feed_forward, block, stream, text_attended, table),
             )
         return out
-
-    def _parts(self, tokens: int, table: torch.Tensor, first_count: int) -> list[tuple[slice, torch.Tensor]]:
-        """Return the chunks of tokens, each with its modulation, (1, 6, width)."""
-        first_count = min(first_count, tokens) if len(table) > 1 else 0
-        rows = (table[:1], 0, first_count), (table[-1:], first_count, tokens)
-        return [
-            (slice(start + part.start, start + part.stop), modulation)
-            for modulation, start, end in rows
-            if end > start
-            for part in self._engines.chunks(end - start)
-        ]
 
     def _attend(
         self,
@@ -462,18 +451,8 @@ class PyTorchDenoiser(StepCaching):
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
     ) -> torch.Tensor:
         """See `Denoiser`."""
-        if self._engines is None:
-            return self._pass(latents, timestep, text_embeds, which)
-        failed = self._engines.failed
-        output = self._pass(latents, timestep, text_embeds, which)
-        again = self._engines.rejects(output)
-        if self._engines.failed != failed and self._graphed is not None:
-            # What was recorded runs the engines.
-            self._graphed.forget()
-        if again:
-            self.reset_cache()
-            output = self._pass(latents, timestep, text_embeds, which)
-        return output
+        run = partial(self._pass, latents, timestep, text_embeds, which)
+        return run_pass(self._engines, self._graphed, self.reset_cache, run)
 
     def _pass(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str

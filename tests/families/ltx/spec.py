@@ -46,6 +46,11 @@ class LtxTransformer:
         """Weights in the linear layers of a block."""
         return 8 * self.width**2 + 2 * self.width * self.ffn_dim
 
+    @property
+    def rotation_values(self) -> int:
+        """Numbers of a token in the tables of the rotary embedding."""
+        return 2 * self.width
+
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """Return the operations of one forward pass."""
         linear = 2 * tokens * self.block_parameters
