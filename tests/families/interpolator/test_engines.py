@@ -60,6 +60,7 @@ def test_only_convolutions_are_rounded(dtype: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize(
     ("backend", "size", "instructions"),
     [
@@ -125,6 +126,7 @@ def test_the_network_is_a_component_of_the_plan(planned: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_a_job_runs_the_network_on_its_engine_and_in_pytorch_if_that_fails(
     planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
