@@ -811,6 +811,7 @@ def test_make_is_one_screen(open_page: OpenPage) -> None:
     # The shipped model with all its words, and the list of models.
     choose_diorama(page)
     page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
+    customize(page, frames="5")
     ask(page, "a red boat sails on the sea")
     start(page)
     wait_for_state(page, "done")
