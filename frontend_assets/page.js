@@ -17,6 +17,13 @@
   const write = (store, key, value) => { try { window[store].setItem(key, value); } catch { /* not stored */ } };
   const $ = (selector) => document.querySelector(selector);
 
+  // Gradio removes its notice "Loading" but not the timer in it, which then has the browser draw 60 frames a second for
+  // as long as the page is open. Gradio's modules keep this function from when they are loaded; the page itself is given
+  // the browser's again (`startKeeping`). It shows no timer of Gradio's, so none has to run from then on.
+  const requestFrame = window.requestAnimationFrame;
+  const isTimer = (draw) => String(draw).includes("performance.now()");
+  window.requestAnimationFrame = (draw) => tandem.restored && isTimer(draw) ? 0 : requestFrame.call(window, draw);
+
   let previewed = "", resting = 0, selected = "";
   // Observers of the page are not woken by an attribute that stays the same.
   const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
@@ -46,7 +53,13 @@
     },
     // What the form starts with: the last form of this browser, else the defaults of Settings.
     stored: () => read("localStorage", FORM) || (tandem.defaults().model ? JSON.stringify(tandem.defaults()) : ""),
-    startKeeping: (values) => { tandem.values = values; tandem.restored = true; tandem.showForm(); previewSoon(); },
+    startKeeping: (values) => {
+      tandem.values = values;
+      tandem.restored = true;
+      window.requestAnimationFrame = requestFrame;
+      tandem.showForm();
+      previewSoon();
+    },
     use: (request) => { tandem.used = JSON.parse(request); tandem.uncustomized(); },
     // The text of a refused request: plain, or Gradio's JSON.
     refusal: async (answer) => {

@@ -110,6 +110,22 @@ def test_no_other_host_is_contacted(open_page: OpenPage, server: Server) -> None
     assert [url for url in page.requests if not url.startswith((server.url, "data:", "blob:"))] == []
 
 
+def test_an_open_page_draws_nothing_while_nothing_happens(open_page: OpenPage) -> None:
+    page = open_page()
+    page.add_init_script(
+        """const requestFrame = window.requestAnimationFrame;
+        window.requested = 0;
+        window.requestAnimationFrame = (draw) => { window.requested += 1; return requestFrame.call(window, draw); };"""
+    )
+    page.reload()
+    ready(page)
+    # Gradio's timer requests a frame in each frame; see page.js.
+    page.wait_for_function(
+        "() => { const before = window.before; window.before = window.requested; return before === window.before; }",
+        polling=500,
+    )
+
+
 def test_cancel_stops_the_job_and_leaves_no_file(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     before = saved_videos(server)
@@ -795,6 +811,7 @@ def test_make_is_one_screen(open_page: OpenPage) -> None:
     # The shipped model with all its words, and the list of models.
     choose_diorama(page)
     page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
+    customize(page, frames="5")
     ask(page, "a red boat sails on the sea")
     start(page)
     wait_for_state(page, "done")

@@ -1,7 +1,6 @@
 """One engine by a real builder in a real child process: built, verified, found, verified again, deleted."""
 
 import os
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +15,8 @@ from runtime.engines.builders import BUILDERS
 from runtime.engines.programs import load_program
 from runtime.engines.service import EngineService
 from runtime.engines.sessions import open_session
-from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.store import EngineStore
-from runtime.machine.probe import cpp_compiler, probe
+from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import ShapeProfile, find
 from tests.engines.engine_files import visible
@@ -76,28 +74,3 @@ def test_a_real_engine_from_build_to_deletion(
     assert verified.engine.problem == changed
     store.delete(record.id)
     assert visible(store) == []
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-@pytest.mark.skipif(platform.system() != "Linux", reason="the compiler's option is that of GCC")
-def test_a_package_is_linked_with_the_cpp_library_of_pytorch(
-    tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A compiler may link its own C++ library statically, as toolchains for several systems do."""
-    compiler = tmp_path / "g++"
-    compiler.write_text(f'#!/bin/sh\nexec {cpp_compiler()} -static-libstdc++ "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    spec, builder = tiny("wan2.1"), BUILDERS["inductor"]
-    profile = ShapeProfile.fixed((1, 1, 1))
-    key = builder.key(
-        spec, "text_encoder", "text_encoder", (profile,), precision="float32", machine=probe(), device="cpu"
-    )
-    program = load_program(spec, "text_encoder", "text_encoder", device="cpu", dtype="float32")
-    builder.build(program, key, tmp_path, ignore)
-    inputs = program.inputs((1, 1, 1), seed=1)
-    weights = program.module.state_dict()
-    with InductorSession((tmp_path / "engine.pt2").read_bytes(), device="cpu", weights=weights) as session:
-        torch.testing.assert_close(session.infer(**inputs)["embeds"], program.run(**inputs)["embeds"])

@@ -18,7 +18,7 @@ from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import verify
-from runtime.machine.probe import Machine, probe
+from runtime.machine.probe import Machine, cpp_compiler, probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.choice.key_differences import differences
@@ -137,9 +137,16 @@ def test_only_a_recent_gcc_skips_instruction_set_checks(
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_build_with_spaces_in_paths_and_half_precision(
+def test_build_with_spaces_in_paths_a_static_cpp_library_and_half_precision(
     tiny: Callable[[str], ModelSpec], machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if platform.system() == "Linux":
+        # A compiler may link its own C++ library statically, as toolchains for several systems do. A package with a
+        # library of its own crashes when it is loaded.
+        compiler = tmp_path / "g++"
+        compiler.write_text(f'#!/bin/sh\nexec {cpp_compiler()} -static-libstdc++ "$@"\n')
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
     folder = tmp_path / "my engines"
     folder.mkdir()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor cache"))

@@ -58,10 +58,10 @@ def test_programs_equal_the_decoders_in_pytorch(architecture: str, tiny: Tiny) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
-def test_exported_files_equal_pytorch(architecture: str, tiny: Tiny, tmp_path: Path) -> None:
+def test_exported_files_equal_pytorch(tiny: Tiny, tmp_path: Path) -> None:
+    # A job decodes on those of LTX-2 below.
     for name in SOUND_DECODERS:
-        (exported,) = export_component(tiny(architecture), name, (LATENTS, 1, 1), tmp_path)
+        (exported,) = export_component(tiny("ltx-2.3"), name, (LATENTS, 1, 1), tmp_path)
         assert exported.path == tmp_path / f"{name}.onnx"
         assert exported.error < 1e-5
 
@@ -77,8 +77,11 @@ def not_finite(outputs: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
-@pytest.mark.parametrize("backend", ["onnxruntime", pytest.param("inductor", marks=pytest.mark.compiler)])
+@pytest.mark.usefixtures("forked_children")
+@pytest.mark.parametrize(
+    ("backend", "architecture"),
+    [("onnxruntime", "ltx-2"), pytest.param("inductor", "ltx-2.3", marks=pytest.mark.compiler)],
+)
 def test_a_job_decodes_its_sound_on_engines(
     backend: str, architecture: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,12 +100,14 @@ def test_a_job_decodes_its_sound_on_engines(
 
     plain, expected, _ = run()
     assert {plain.plan["components"][name]["backend"] for name in SOUND_DECODERS} == {"pytorch"}
-    asked: dict[str, Any] = {"backends": dict.fromkeys(SOUND_DECODERS, backend)}
+    # Only one part is built by Inductor, whose builds take long.
+    decoders = SOUND_DECODERS if backend == "onnxruntime" else ("vocoder",)
+    asked: dict[str, Any] = {"backends": dict.fromkeys(decoders, backend)}
     made, heard, fell_back = run(**asked)
-    assert {made.plan["components"][name]["backend"] for name in SOUND_DECODERS} == {backend}
+    assert {made.plan["components"][name]["backend"] for name in decoders} == {backend}
     assert not fell_back
     records = service.store.index()
-    assert [record.key.program for record in sorted(records, key=lambda record: record.component)] == [*SOUND_DECODERS]
+    assert [record.key.program for record in sorted(records, key=lambda record: record.component)] == [*decoders]
     for record in records:
         assert record.usable and record.key.precision == "float32"
         assert record.error < 1e-5
@@ -112,7 +117,9 @@ def test_a_job_decodes_its_sound_on_engines(
     np.testing.assert_allclose(heard, expected, rtol=0, atol=1e-4)
     # The engines serve a clip of another size that is as long.
     wider, _, _ = run(width=96, build="never", **asked)
-    assert {wider.plan["components"][name]["backend"] for name in SOUND_DECODERS} == {backend}
+    assert {wider.plan["components"][name]["backend"] for name in decoders} == {backend}
+    if backend == "inductor":
+        return  # what follows a failure is the same for every backend
     # Each fails in turn in its call, and PyTorch computes it.
     for call, component in enumerate(SOUND_DECODERS, 1):
         for fail in (broken, not_finite):

@@ -297,6 +297,8 @@ def test_a_job_killed_in_either_stage_resumes_to_the_same_frames_and_sound(
         "frames": ({"event": "FramesDecoded", "count": 1}, [ALL]),
     }
     for moment, (kill, resumed) in moments.items():
+        if images and moment not in ("in the first stage", "in the second stage"):
+            continue  # each stage encodes its images when it begins or is resumed, whatever the moment
         with subtests.test(moment=moment):
             clip = make(moment, images=images)
             assert killed(clip.spec, clip.plan, clip.job, prepare=save_each_step, **kill) == -9

@@ -52,6 +52,7 @@ def broken(_: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("backend", ["onnxruntime", pytest.param("inductor", marks=pytest.mark.compiler)])
 def test_a_job_runs_both_parts_of_the_vae_on_engines(
     backend: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,16 +76,21 @@ def test_a_job_runs_both_parts_of_the_vae_on_engines(
     plain, _ = run()
     assert plain.plan["components"]["vae"]["backend"] == "pytorch"
     expected = pixels(plain.video)
-    asked: dict[str, Any] = {"backends": {"vae": backend, VAE_ENCODER: backend}}
+    # Only the larger part is built by Inductor, whose builds take long.
+    encoder = "pytorch" if backend == "inductor" else backend
+    asked: dict[str, Any] = {"backends": {"vae": backend, VAE_ENCODER: encoder}}
     made, fell_back = run(**asked)
-    assert {made.plan["components"][name]["backend"] for name in ("vae", VAE_ENCODER)} == {backend}
+    assert {name: made.plan["components"][name]["backend"] for name in asked["backends"]} == asked["backends"]
     assert not fell_back and made.sound
     records = service.store.index()
-    assert {record.key.program for record in records} == {CLIP_PROGRAM, "vae_encoder_first"}
+    encoders = () if encoder == "pytorch" else ("vae_encoder_first",)
+    assert {record.key.program for record in records} == {CLIP_PROGRAM, *encoders}
     assert all(record.usable for record in records)
     exact = all(record.key.precision == "float32" for record in records)
     # In bfloat16 one step of 8-bit colors, now and then two.
     assert np.abs(pixels(made.video) - expected).mean() < (0.05 if exact else 1.5)
+    if backend == "inductor":
+        return  # what follows a failure is the same for every backend
     # Each part in turn fails in one of its calls, and PyTorch computes it; each image is a call.
     for call, component in enumerate((VAE_ENCODER, VAE_ENCODER, "vae"), 1):
         with pytest.MonkeyPatch.context() as patched:
