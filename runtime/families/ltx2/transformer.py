@@ -455,7 +455,6 @@ class EngineStep:
         isolated: bool = False,
     ) -> torch.Tensor:
         """See `block_step`; `joined` is not modified."""
-        out = torch.empty_like(joined)
         weights = self._engines.weights(block, joined.device)
         streams = _streams(block, modulation, rotations, first_count)
         if isolated:
@@ -467,6 +466,7 @@ class EngineStep:
             self._until_cross(stream, x, of_text, weights, skips=skips)
             for stream, x, of_text in zip(streams, _separate(block, joined, tokens), text, strict=True)
         ]
+        out = torch.empty_like(joined)
         results = _separate(block, out, tokens)
         for stream, own, other, result in zip(streams, before, reversed(before), results, strict=True):
             self._finish(stream, own, None if isolated else other, result, weights)
@@ -482,13 +482,7 @@ class EngineStep:
         skips: bool,
     ) -> _Before:
         """Attend to the stream itself and to the text."""
-        q, k, v, *gates = self._outputs("qkv", stream, x)
-        for part, here in self._parts(stream, x):
-            written = tuple(tensor[:, part] for tensor in (q, k, v, *gates))
-            self._run("qkv", here, {"x": x[:, part]}, weights, written, partial(_part_qkv, here, x[:, part]))
-        attended = v if skips else stream.attend(*(_in_heads(stream.attn, tensor) for tensor in (q, k, v))).flatten(2)
-        attended = attended.contiguous()
-        del q, k, v
+        attended, *gates = self._attend_self(stream, x, weights, skips=skips)
         outputs = self._outputs("cross", stream, x)
         for part, here in self._parts(stream, x):
             given = _given(x[:, part], attended[:, part], *(gate[:, part] for gate in gates))
@@ -500,6 +494,22 @@ class EngineStep:
             self._run("cross", here, given, weights, written, partial(_part_cross, here, **given))
         own, query, key, value, *gates = outputs
         return _Before(own, query, key, value, tuple(gates))
+
+    def _attend_self(
+        self, stream: _Stream, x: torch.Tensor, weights: BoundWeights, *, skips: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the result of self-attention, (1, tokens, width), and the logits of its gates if it has any.
+
+        Queries, keys and values are freed at the end.
+        """
+        q, k, v, *gates = outputs = self._outputs("qkv", stream, x)
+        for part, here in self._parts(stream, x):
+            written = tuple(tensor[:, part] for tensor in outputs)
+            self._run("qkv", here, {"x": x[:, part]}, weights, written, partial(_part_qkv, here, x[:, part]))
+        if skips:
+            return v, *gates
+        attended = stream.attend(*(_in_heads(stream.attn, tensor) for tensor in (q, k, v)))
+        return attended.flatten(2).contiguous(), *gates
 
     def _finish(
         self, stream: _Stream, own: _Before, other: _Before | None, out: torch.Tensor, weights: BoundWeights
