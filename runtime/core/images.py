@@ -85,6 +85,16 @@ class VideoUse(InputFile):
     parts: tuple[ClipPart, ...] = ()
 
 
+def input_key(field: str, number: int) -> str:
+    """Return the key of one of several files of a request's field, from 0."""
+    return f"{field}[{number}]"
+
+
+def field_of(key: str) -> str:
+    """Return the request's field of a key in `ResolvedRequest.inputs`."""
+    return key.partition("[")[0]
+
+
 def parse_reference(text: str) -> ImageReference | None:
     """Return the copy that a text names; `None` if it is the path of a file.
 

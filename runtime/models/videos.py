@@ -87,18 +87,18 @@ def with_video(
         able = [model.name for model in all_models(weights_dir) if model.video_input is not None]
         code = "source.model_without" if able else "source.no_model"
         raise InvalidRequestError(FIELD, code, model=spec.title, models=able)
-    fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
-    most = _most_frames(request, spec, fps)
+    fps, most = frames_taken(request, spec)
     return spec.from_video(find_video(request.video, cache_dir, fps, most, keep=keep, check=check))
 
 
-def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
-    """Return the most frames that a request can take of a video."""
+def frames_taken(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
+    """Return the rate at which a request reads a video, in frames per second, and the most frames that it can take."""
+    fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
     if request.frames != AUTO:
-        return int(request.frames)
+        return fps, int(request.frames)
     if request.seconds != AUTO:
-        return round(float(request.seconds) * fps) + spec.frame_stride
-    return spec.defaults.frames
+        return fps, round(float(request.seconds) * fps) + spec.frame_stride
+    return fps, spec.defaults.frames
 
 
 def find_video(

@@ -76,6 +76,9 @@ class JobReplanner:
                 last_image=spec.last_image,
                 extend=spec.extend,
                 video=spec.video,
+                control=spec.control,
+                mask=spec.mask,
+                references=spec.references,
                 loras=spec.loras,
             )
             moved = move_to_gpu(planned, gpu, machine, more_gpus)
@@ -137,7 +140,13 @@ def continuation(asked: GenerationRequest, video: Path, changes: Mapping[str, ob
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
     """Whether a plan is for a model's LoRAs, images and video; the files may be in another folder now."""
     inputs = [
-        [None if use is None else use.digest for use in (source.image, source.last_image, source.extend, source.video)]
+        [
+            None if use is None else use.digest
+            for use in (
+                *(source.image, source.last_image, source.extend, source.video, source.control, source.mask),
+                *source.references,
+            )
+        ]
         for source in (plan, spec)
     ]
     loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]

@@ -16,7 +16,7 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import PREFIX, ImageUse, InputFile
+from runtime.core.images import PREFIX, ImageUse, InputFile, field_of
 from runtime.core.request import FIELDS
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
@@ -227,12 +227,12 @@ def used_images(inputs: Mapping[str, InputFile], *, pictures: bool = True) -> li
     """Return the images and the video of a job.
 
     Args:
-        inputs: by the request's field.
+        inputs: see `ResolvedRequest.inputs`.
         pictures: whether they are shown.
     """
     return [
-        UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
-        for field, use in inputs.items()
+        UsedImage(FIELDS[field_of(key)].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
+        for key, use in inputs.items()
     ]
 
 

@@ -68,6 +68,10 @@ GOOD: dict[str, Any] = {
     "extend": "",
     "video": "",
     "strength": 0.6,
+    "control": "",
+    "mask": "",
+    "references": "",
+    "control_scale": "1",
     "sound": "on",
     "size_from": "",
 }
@@ -98,6 +102,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
+    read_values |= {"control": None, "mask": None, "references": (), "control_scale": (1.0,)}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
