@@ -19,7 +19,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
-from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse, field_of, input_key
+from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse, by_field, field_of, input_key
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import (
@@ -389,11 +389,7 @@ class ResolvedRequest(FrozenModel):
     @property
     def input_references(self) -> dict[str, str | list[str]]:
         """How a request names the images and videos, by its field."""
-        named: dict[str, str | list[str]] = {}
-        for key, use in self.inputs.items():
-            field = field_of(key)
-            named[field] = use.reference if field == key else [*named.get(field, []), use.reference]
-        return named
+        return by_field({key: use.reference for key, use in self.inputs.items()})
 
     @property
     def skipped_steps(self) -> int:

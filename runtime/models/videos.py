@@ -141,7 +141,9 @@ def find_video(
     )
 
 
-def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], None] = never) -> VideoUse:
+def keep_video(
+    data: bytes, name: str, cache_dir: Path, *, field: str = FIELD, check: Callable[[], None] = never
+) -> VideoUse:
     """Check the content of a video's file, and keep it in the cache folder; see `find_video`.
 
     Raises:
@@ -155,7 +157,7 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
         with _named(name):
-            use = find_video(str(partial), cache_dir, 1, 1, check=check)
+            use = find_video(str(partial), cache_dir, 1, 1, field=field, check=check)
     except OSError as error:
         code = "source.disk_full" if error.errno in DISK_FULL else "source.not_kept"
         raise OutputError(code, folder=folder) from error
