@@ -581,9 +581,11 @@ def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights:
     transformer = spec.transformer
     layers = spec.blocks
     blocks = min(transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
-    if strategy.offload == "group":  # the running block and the next one, which is prefetched
+    if strategy.offload == "group":
+        # The running block and the next one, which is prefetched; a control block runs within another block.
+        count = 2 if spec.control_input is None else 3
         largest = transformer.largest_block_parameters / transformer.block_parameters * blocks
-        return int(weights[name] - blocks + 2 * largest)
+        return int(weights[name] - blocks + count * largest)
     return int(blocks / layers / 3)  # by layer: at most a third of a block
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, CONTROL_FIELDS, GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -27,7 +27,19 @@ from runtime.queue.store import JobStore
 logger = logging.getLogger(__name__)
 
 # What the continuation of a video does not take over from it.
-_OF_FIRST_PART = ("seed", "width", "height", "fps", "image", "last_image", "video", "strength", "loop")
+_OF_FIRST_PART = (
+    "seed",
+    "width",
+    "height",
+    "fps",
+    "image",
+    "last_image",
+    "video",
+    "strength",
+    "loop",
+    *CONTROL_FIELDS,
+    "control_scale",
+)
 
 
 class JobReplanner:
