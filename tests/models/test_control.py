@@ -77,7 +77,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_the_text_of_a_control_is_read_as_a_list_is() -> None:
-    for given in ("1, 0.5", [1, 0.5], (1.0, 0.5)):
-        assert request(control_scale=given).control_scale == (1.0, 0.5)
-    for given in ("0.5", 0.5, [0.5]):
-        assert request(control_scale=given).control_scale == (0.5,)
+    for several in ("1, 0.5", [1, 0.5], (1.0, 0.5)):
+        assert request(control_scale=several).control_scale == (1.0, 0.5)
+    for single in ("0.5", 0.5, [0.5]):
+        assert request(control_scale=single).control_scale == (0.5,)

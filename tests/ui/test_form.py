@@ -409,7 +409,9 @@ def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSp
 
 @pytest.mark.parametrize("value", ["/etc/passwd", "sha256:12", 12, [], {}, "a\nb"])
 def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
-    able = able | {"wan2.1": replace(able["wan2.1"], control_input=ControlInput(vae=able["wan2.1"].vae, blocks=2))}
+    video_input = able["wan2.1"].video_input
+    assert video_input is not None
+    able["wan2.1"] = replace(able["wan2.1"], control_input=ControlInput(vae=video_input, blocks=2))
     for field in ("image", "last_image", "extend", "video", "control", "mask", "references"):
         if field == "references" and value == []:
             continue  # no images
