@@ -676,7 +676,7 @@ class ExecutionPlan(ResolvedRequest):
         used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
-        used |= self.input_references
+        used |= {"references": [], "control_scale": list(self.control_scale), **self.input_references}
         used |= {} if self.extend is None else {"image": None}  # it follows
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
