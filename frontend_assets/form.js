@@ -33,9 +33,9 @@
   const showSize = () => {
     const tile = $("input[name=size][value=image]")?.parentNode;
     if (tile) {
-      const hasImage = ["image", "video"].some((name) => value(name) && $(`#field-${name}`)), size = tandem.imageSize();
+      const hasImage = ["image", "video", "control"].some((name) => value(name) && $(`#field-${name}`)), size = tandem.imageSize();
       if (tile.hidden === hasImage) tile.hidden = !hasImage;
-      write($("span", tile), value("video") ? "As video" : "As image");
+      write($("span", tile), value("video") || value("control") ? "As video" : "As image");
       let pixels = $("small", tile);
       if (!pixels) { pixels = document.createElement("small"); tile.append(pixels); }
       write(pixels, size ? `${size[0]} × ${size[1]}` : "");

@@ -1,12 +1,14 @@
-// The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to change. The form has
-// their names; the places show what the model will see of them. Dropped files of other kinds are for restore.js.
+// The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to change, or to steer
+// with. The form has their names, those of reference images in lines; the places show what the model will see of them.
+// Dropped files of other kinds are for restore.js.
 (() => {
   "use strict";
   const tandem = window.tandem;
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video"];
+  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video", "control", "mask", "references"];
+  const STEERING = ["control", "mask", "references"], VIDEOS = ["video", "control", "mask"], SIZED = ["image", "video", "control"];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
@@ -16,7 +18,7 @@
   const place = (field) => $(`#images [data-place=${field}]`);
   const able = () => JSON.parse(section()?.dataset.able ?? "[]");
   const digestOf = (reference) => /^sha256:([0-9a-f]{64})/.exec(reference ?? "")?.[1] ?? "";
-  const nameOf = (reference) => reference.slice(reference.indexOf("/") + 1);
+  const nameOf = (references) => references.split("\n").map((name) => name.slice(name.indexOf("/") + 1)).join(", ");
   const chosen = (field) => place(field) ? value(field) || "" : "";
   const write = (node, text) => { if (node.textContent !== text) node.textContent = text; };
   const hide = (node, hidden) => { if (node.hidden !== hidden) node.hidden = hidden; };
@@ -120,16 +122,18 @@
     const [before, after] = withImage ? [text, image] : [image, text];
     return Object.entries(before).every(([name, scale]) => Number(value(name)) === scale) ? after : {};
   };
-  const isFirst = (field) => field !== "last_image" && !chosen("image") && !chosen("video");
-  const sizeNote = (field) => isFirst(field) && value("size_from") !== FROM_IMAGE ? `The size follows the ${field}.` : "";
+  const isFirst = (field) => SIZED.includes(field) && !SIZED.some(chosen);
+  const sizeNote = (field) => isFirst(field) && value("size_from") !== FROM_IMAGE
+    ? `The size follows the ${field === "control" ? "control video" : field}.` : "";
   const use = (field, reference, picture, changes = {}) => {
     remember(digestOf(reference), picture);
     tandem.unmark();
     tandem.uncustomized();
     const first = isFirst(field) ? { size_from: FROM_IMAGE } : {};
     const scales = field === "image" && !chosen("image") ? guidance(true) : field === "video" && chosen("image") ? guidance(false) : {};
-    const others = field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
-    tandem.apply({ ...others, [field]: reference, ...first, ...scales, ...changes });
+    const others = STEERING.includes(field) ? {} : field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
+    const all = field === "references" && chosen(field) ? `${chosen(field)}\n${reference}` : reference;
+    tandem.apply({ ...others, [field]: all, ...first, ...scales, ...changes });
   };
 
   // Returns what the server has kept of a file; nothing if it was refused, or if `isCurrent` no longer holds.
@@ -150,7 +154,7 @@
   // The newest file of a place counts, unless the place was cleared meanwhile.
   const newest = {};
   const take = async (file, field, line = "") => {
-    if (!place("image")) { refuse(file); return; }
+    if (!place(field)) { refuse(file); return; }
     show();
     const turn = newest[field] = {};
     const upload = await send(file, () => newest[field] === turn);
@@ -160,34 +164,38 @@
     note([sizeNote(field), line].filter(Boolean).join(" "));
     use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
-  const takeVideo = async (file, line = "") => {
+  const takeVideo = async (file, field = "video", line = "") => {
     show();
-    const turn = newest.video = {};
-    const upload = await send(file, () => newest.video === turn, "videos");
+    const turn = newest[field] = {};
+    const upload = await send(file, () => newest[field] === turn, "videos");
     if (!upload) return;
     const { video, width, height, seconds } = upload;
     const { picture: url = "" } = await ask({ what: "picture", video });
-    if (newest.video !== turn) return;
+    if (newest[field] !== turn) return;
     const changes = noLonger(seconds);
-    note([sizeNote("video"), changes.frames ? "The length follows the video." : "", line].filter(Boolean).join(" "));
-    use("video", video, { url, width, height, seconds }, changes);
+    note([sizeNote(field), changes.frames ? "The length follows the video." : "", line].filter(Boolean).join(" "));
+    use(field, video, { url, width, height, seconds }, changes);
   };
   // A clip is not longer than the video that it is made from.
   const noLonger = (seconds) => {
     const frames = Math.round((seconds ?? Infinity) * value("fps")), stride = Number($("#field-frames input")?.step) || 1;
     return frames < value("frames") ? { frames: Math.floor((frames - 1) / stride) * stride + 1 } : {};
   };
-  // Takes a video that was dropped; returns whether the model starts from one.
+  // Takes a video that was dropped; returns whether the model starts from one, or is steered by one.
   tandem.takeVideo = (file) => {
-    if (!place("video") || !(file.type.startsWith("video/") || VIDEO.test(file.name))) return false;
-    takeVideo(file);
+    const field = ["video", "control"].find(place);
+    if (!field || !(file.type.startsWith("video/") || VIDEO.test(file.name))) return false;
+    takeVideo(file, field);
     return true;
   };
-  const free = () => chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
+  const free = () => {
+    if (!place("image") && place("references")) return "references";
+    return chosen("image") && place("last_image") && !chosen("last_image") ? "last_image" : "image";
+  };
   // Takes the first image of several files; returns whether there is one.
   tandem.takeImages = (files, target = null) => {
     const dropPlace = target?.closest?.("#images [data-place]");
-    if (dropPlace?.dataset.place === "video" && files.length) { takeVideo(files[0]); return true; }
+    if (VIDEOS.includes(dropPlace?.dataset.place) && files.length) { takeVideo(files[0], dropPlace.dataset.place); return true; }
     const images = [...files].filter((file) => file.type.startsWith("image/") || IMAGE.test(file.name));
     if (!images.length && dropPlace && files.length && !/\.(mp4|json)$/i.test(files[0].name)) images.push(files[0]);
     if (!images.length) return false;
@@ -206,13 +214,14 @@
   document.addEventListener("change", ({ target }) => {
     if (!target.id?.startsWith("pick-") || !target.files?.length) return;
     const field = target.id.slice("pick-".length);
-    if (field === "video") takeVideo(target.files[0]); else take(target.files[0], field);
+    if (VIDEOS.includes(field)) takeVideo(target.files[0], field); else take(target.files[0], field);
     target.value = "";
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength" };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
+    if (target.id === "control-scale") tandem.apply({ control_scale: target.value });
     const field = SLIDERS[target.id];
     if (!field) return;
     moving[field] = Number(target.value);
@@ -286,7 +295,7 @@
   // The frame of the plan, or what is known of it before there is a plan.
   let planned = null;
   tandem.plannedSize = (size) => { planned = size; tandem.showImages(); };
-  const main = () => ["extend", "video"].find(chosen) ?? "image";
+  const main = () => ["extend", "video", "control"].find(chosen) ?? "image";
   const fromImage = () => Boolean(chosen(main())) && value("size_from") === FROM_IMAGE;
   const frameSize = (picture) => {
     if (!fromImage()) return [value("width"), value("height")];
@@ -315,7 +324,8 @@
     // One without a picture is asked for once; visitors' pages have no answer.
     if (stored || !digest || !tandem.restored) return stored;
     pictures[digest] = {};
-    ask({ what: "picture", [field === "last_image" ? "image" : field]: reference }).then((answer) => {
+    const kind = VIDEOS.includes(field) ? "video" : field === "extend" ? field : "image";
+    ask({ what: "picture", [kind]: reference.split("\n")[0] }).then((answer) => {
       const { picture: url, width, height, seconds } = answer;
       if (url) remember(digest, { url, width, height, seconds });
     });
@@ -343,7 +353,9 @@
       any ||= Boolean(reference);
       // A video excludes images and another video. Which one is extended is chosen below it.
       const start = main();
-      hide(node, start === "image" ? field === "extend" || Boolean(field === "video" && chosen("image")) : field !== start);
+      const unused = start === "image" ? field === "extend" || Boolean(field === "video" && chosen("image")) : field !== start;
+      // A mask is for a control video.
+      hide(node, STEERING.includes(field) ? field === "mask" && !chosen("control") && !reference : unused);
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
@@ -354,7 +366,7 @@
         adjustable = Math.max(adjustable, cutShare(shownPicture, size));
       }
       const length = shownPicture?.seconds ? `, ${shownPicture.seconds.toFixed(1)} s` : "";
-      const empty = field === "video" ? "or drop it here" : "or drop or paste it";
+      const empty = VIDEOS.includes(field) ? "or drop it here" : "or drop or paste it";
       write($(".what", node), reference ? `${nameOf(reference)}${length}` : empty);
       if (field === "video") showStrength($(".strength", node), Boolean(reference));
       hide($("[data-clear]", node), !reference);
@@ -362,9 +374,15 @@
       if (examples) hide(examples, Boolean(reference));
       const input = $(`#pick-${field}`);
       if (!input) continue;
-      write($("label.button span", node), reference ? "Replace" : "Choose");
+      write($("label.button span", node), !reference ? "Choose" : field === "references" ? "Add" : "Replace");
       const described = tandem.marked(input).trim();
       if (described) set(input, "aria-describedby", described); else input.removeAttribute("aria-describedby");
+    }
+    const scale = $("#control-scale");
+    if (scale) {
+      hide($("#images .control-scale"), !["control", "references"].some(chosen));
+      const scales = value("control_scale") ?? "";
+      if (scale.value !== scales && document.activeElement !== scale) scale.value = scales;
     }
     const adjust = $("#images .adjust");
     if (adjust) {

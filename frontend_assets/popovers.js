@@ -56,10 +56,14 @@
   };
   // The text of the chip of images: what is chosen, or what the model takes.
   const inputs = (value) => {
-    const [image, video, extend] = ["image", "video", "extend"].map((name) => $(`#images [data-place=${name}]`));
+    const [image, video, extend, control, references] = ["image", "video", "extend", "control", "references"]
+      .map((name) => $(`#images [data-place=${name}]`));
     if (extend && value("extend")) return ["Extends a video", "the video is chosen"];
     if (video && value("video")) return ["Video", "a video is chosen"];
     if (image && value("image")) return ["Image", "chosen"];
+    if (control && value("control")) return ["Control video", "chosen"];
+    if (references && value("references")) return ["Reference images", "chosen"];
+    if (references) return [control ? "+ Control video or images" : "+ Reference images", "none"];
     return [image && video ? "+ Image or video" : video ? "+ Video" : "+ Image", "none"];
   };
   tandem.showChips = (value) => {

@@ -19,6 +19,8 @@ from diffusers import (
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
+    WanVACEPipeline,
+    WanVACETransformer3DModel,
 )
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
@@ -74,6 +76,8 @@ IN_JOBS = ("wan2.2-a14b", "wan2.2-ti2v-5b")
 SHALLOW = "wan2.2-a14b-shallow"
 SHALLOW_FLF2V = "wan2.1-flf2v-shallow"
 SHALLOW_TI2V = "wan2.2-ti2v-5b-shallow"
+# That are steered by a control video.
+VACE_ARCHITECTURES = ("wan2.1-vace", "wan2.2-vace")
 # That make no video without an image.
 IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 
@@ -104,6 +108,9 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
         return directory
     if architecture in HUNYUAN_ARCHITECTURES:
         hunyuan_pipeline(guidance_embeds=architecture == "hunyuan-video").save_pretrained(directory)
+        return directory
+    if architecture in VACE_ARCHITECTURES:
+        _vace_pipeline(two_experts=architecture == "wan2.2-vace").save_pretrained(directory)
         return directory
     shallow = architecture in {SHALLOW, SHALLOW_FLF2V, SHALLOW_TI2V}
     architecture = architecture.removesuffix("-shallow")
@@ -152,6 +159,36 @@ def _image_pipeline(architecture: str, *, shallow: bool) -> WanImageToVideoPipel
         transformer_2=_transformer(channels, out_channels=16, **more) if two_experts else None,
         boundary_ratio=0.9 if two_experts else None,
     )
+
+
+def _vace_pipeline(*, two_experts: bool) -> WanVACEPipeline:
+    return WanVACEPipeline(
+        tokenizer=tokenizer(),
+        text_encoder=_text_encoder(),
+        vae=_vae(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        ),
+        transformer=_vace_transformer(),
+        transformer_2=_vace_transformer() if two_experts else None,
+        boundary_ratio=0.875 if two_experts else None,
+    )
+
+
+def _vace_transformer() -> WanVACETransformer3DModel:
+    return WanVACETransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=4,
+        rope_max_seq_len=64,
+        vace_layers=[0, 2],
+        vace_in_channels=2 * 16 + 8**2,
+    ).eval()
 
 
 def _image_encoder() -> CLIPVisionModel:

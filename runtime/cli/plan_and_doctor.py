@@ -11,6 +11,7 @@ from runtime.core.errors import MemoryShortError, ModelError
 from runtime.core.estimates import MemoryStrategy, Seconds, StrategyForecast
 from runtime.core.events import FINISHING
 from runtime.core.facts import Fact, Words, render, short
+from runtime.core.images import field_of
 from runtime.core.plan import BACKEND_TITLES, ExecutionPlan
 from runtime.core.request import FIELDS, GenerationRequest
 from runtime.core.units import duration, memory_size
@@ -64,8 +65,8 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         terminal.result(f"LoRA: {', '.join(str(use.requested()) for use in plan.loras)}")
     if spec.sound is None:
         terminal.result(str(Fact("planner.makes_no_sound", {"model": spec.title})))
-    for field, use in plan.inputs.items():
-        terminal.result(f"{FIELDS[field].label}: {use.name}, {use.width}x{use.height}")
+    for key, use in plan.inputs.items():
+        terminal.result(f"{FIELDS[field_of(key)].label}: {use.name}, {use.width}x{use.height}")
     _show_components(plan)
     if plan.split is not None:
         terminal.result(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")

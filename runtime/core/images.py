@@ -5,6 +5,7 @@ an image or a video by its file, or by the copy: "sha256:DIGEST/NAME", where the
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +84,29 @@ class VideoUse(InputFile):
     frames: int
     seconds: float | None = None
     parts: tuple[ClipPart, ...] = ()
+
+
+def input_key(field: str, number: int) -> str:
+    """Return the key of one of several files of a request's field, from 0."""
+    return f"{field}[{number}]"
+
+
+def field_of(key: str) -> str:
+    """Return the request's field of a key in `ResolvedRequest.inputs`."""
+    return key.partition("[")[0]
+
+
+def by_field(named: Mapping[str, str]) -> dict[str, str | list[str]]:
+    """Return names of files by the request's field, those of a field with several in a list.
+
+    Args:
+        named: by keys as in `ResolvedRequest.inputs`, in order.
+    """
+    grouped: dict[str, str | list[str]] = {}
+    for key, name in named.items():
+        field = field_of(key)
+        grouped[field] = name if field == key else [*grouped.get(field, []), name]
+    return grouped
 
 
 def parse_reference(text: str) -> ImageReference | None:

@@ -19,11 +19,13 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
-from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse
+from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse, by_field, field_of, input_key
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import (
     AUTO,
+    CONTROL_FIELDS,
+    CONTROL_SCALE,
     FINISHERS,
     INTERPOLATOR,
     LOSSLESS,
@@ -334,6 +336,9 @@ class ResolvedRequest(FrozenModel):
         video: what the video is made from, beside the prompt.
         strength: how much of it changes, above 0 and up to 1.
         stages: "2" if it is made at half the size first, else "1".
+        control, mask: what steers the video, and where it changes.
+        references: images of what the video shows.
+        control_scale: how much the video follows them, for each block that reads them or one for all.
     """
 
     prompt: str
@@ -364,6 +369,10 @@ class ResolvedRequest(FrozenModel):
     video: VideoUse | None = None
     strength: float = STRENGTH
     stages: str = "1"
+    control: VideoUse | None = None
+    mask: VideoUse | None = None
+    references: tuple[ImageUse, ...] = ()
+    control_scale: tuple[float, ...] = CONTROL_SCALE
 
     @property
     def images(self) -> Mapping[str, ImageUse]:
@@ -373,10 +382,19 @@ class ResolvedRequest(FrozenModel):
 
     @property
     def inputs(self) -> Mapping[str, InputFile]:
-        """The images and videos by the field of the request; an extended video without its last frame."""
-        videos = {"extend": self.extend, "video": self.video}
+        """The images and videos by the field of the request; an extended video without its last frame.
+
+        Those of a field with several have numbers, see `images.field_of`.
+        """
+        videos = {"extend": self.extend, "video": self.video, "control": self.control, "mask": self.mask}
         images = {field: use for field, use in self.images.items() if self.extend is None or field != "image"}
-        return {**images, **{field: use for field, use in videos.items() if use is not None}}
+        references = {input_key("references", number): use for number, use in enumerate(self.references)}
+        return {**images, **{field: use for field, use in videos.items() if use is not None}, **references}
+
+    @property
+    def input_references(self) -> dict[str, str | list[str]]:
+        """How a request names the images and videos, by its field."""
+        return by_field({key: use.reference for key, use in self.inputs.items()})
 
     @property
     def skipped_steps(self) -> int:
@@ -591,12 +609,16 @@ class ExecutionPlan(ResolvedRequest):
     def engine_size(self, component: str) -> LatentSize:
         """Return the size that engines of a component are for: the clip's in latents, or calls with single frames.
 
+        The latents of reference images are not decoded.
+
         That of decoders of sound is (latents of the sound, 1, 1).
         """
         if component in SOUND_DECODERS and self.sound_shape is not None:
             return self.sound_shape[2], 1, 1
         if component == INTERPOLATOR:
             return 1, self.height, self.width
+        if component == "vae":
+            return self.latent_size[0] - len(self.references), *self.latent_size[1:]
         if component != UPSCALER or self.upscaling is None:
             return self.latent_size
         return self.upscaling.batch, *call_size(self.height, self.width, self.upscaling.tile)
@@ -659,7 +681,7 @@ class ExecutionPlan(ResolvedRequest):
         used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
-        used |= {field: use.reference for field, use in self.inputs.items()}
+        used |= {"references": [], "control_scale": list(self.control_scale), **self.input_references}
         used |= {} if self.extend is None else {"image": None}  # it follows
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
@@ -700,6 +722,7 @@ class ExecutionPlan(ResolvedRequest):
             "loras": [use.summary() for use in self.loras],
             "images": {field: use.summary() for field, use in self.images.items()},
             "video": None if self.video is None else self.video.summary(),
+            "control": {key: use.summary() for key, use in self.inputs.items() if field_of(key) in CONTROL_FIELDS},
             "parts": [part.model_dump() for part in self.parts],
             "looping": self.looping,
             "sound": self.sound,

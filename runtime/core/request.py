@@ -24,11 +24,13 @@ from runtime.core.request_fields import (
     Backends,
     Choice,
     ImageFile,
+    ImageFiles,
     Loras,
     Name,
     Number,
     Prompt,
     RequestField,
+    Scales,
     StepCache,
     UpscalerName,
     VideoFile,
@@ -111,6 +113,11 @@ MAX_GPUS = 16
 MIN_SHIFT, MAX_SHIFT = 0.1, 100.0
 # How much of a video changes by default, and the least that may be requested.
 STRENGTH, LEAST_STRENGTH = 0.6, 0.01
+# The weight of a control video in all blocks that read one, the largest one, and how many of these blocks there can be.
+CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
+MAX_REFERENCES = 8
+# The fields of files that steer a video.
+CONTROL_FIELDS = ("control", "mask", "references")
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -631,6 +638,61 @@ class GenerationRequest(FrozenModel):
         ),
     ] = STRENGTH
 
+    control: Annotated[
+        str | None,
+        VideoFile(
+            label="Control video",
+            help="Steer the video with this one: depth, poses, edges, or the video that a mask changes. Only some "
+            "models can.",
+            group="image",
+            flag="--control",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#control-videos",
+        ),
+    ] = None
+    mask: Annotated[
+        str | None,
+        VideoFile(
+            label="Mask",
+            help="Change the control video where this video is white, and keep it where it is black.",
+            group="image",
+            flag="--mask",
+            metavar="FILE",
+            unset="all of it changes",
+            docs="models.md#control-videos",
+        ),
+    ] = None
+    references: Annotated[
+        tuple[str, ...],
+        ImageFiles(
+            label="Reference images",
+            help="Show what is in these images, such as a person, a thing or a background. Only some models can.",
+            group="image",
+            flag="--reference",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#control-videos",
+            most=MAX_REFERENCES,
+        ),
+    ] = ()
+    control_scale: Annotated[
+        tuple[float, ...],
+        Scales(
+            label="Control scale",
+            help="How much the video follows the control video and the reference images: one number, or one for each "
+            "block of the model that reads them, with commas between them.",
+            group="image",
+            flag="--control-scale",
+            metavar="N[,N…]",
+            unset=f"{CONTROL_SCALE[0]:g}",
+            docs="models.md#control-videos",
+            low=0,
+            high=MAX_CONTROL_SCALE,
+            most=MAX_CONTROL_BLOCKS,
+        ),
+    ] = CONTROL_SCALE
+
     sound: Annotated[
         str,
         Choice(
@@ -665,6 +727,16 @@ class GenerationRequest(FrozenModel):
     def has_backend(self, component: str) -> bool:
         """Return whether the request names a backend for a component."""
         return any(name in self.backends for name in _named(component))
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """The field and the name of each image and video."""
+        named = [(name, getattr(self, name)) for name, declared in FIELDS.items() if isinstance(declared, ImageFile)]
+        return [
+            (name, file)
+            for name, value in named
+            for file in (value if isinstance(value, tuple) else () if value is None else (value,))
+        ]
 
     def replace(self, **changes: Any) -> "GenerationRequest":
         """Return a copy with some fields changed, validated again."""

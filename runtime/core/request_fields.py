@@ -354,6 +354,77 @@ class VideoFile(ImageFile):
 
 
 @dataclass(frozen=True)
+class ImageFiles(ImageFile):
+    """The files of several images, or their copies, see `core.images`.
+
+    Attributes:
+        most: how many there can be.
+    """
+
+    most: int
+
+    repeatable: ClassVar[bool] = True
+
+    def check(self, name: str, value: object) -> Any:
+        """Return the texts, without empty ones."""
+        if not isinstance(value, list | tuple):
+            raise InvalidRequestError(name, self.no_name, value=shortened(value))
+        files = [file for file in (super(ImageFiles, self).check(name, entry) for entry in value) if file is not None]
+        if len(files) > self.most:
+            raise InvalidRequestError(name, "request.too_many_images", count=len(files), most=self.most)
+        return tuple(files)
+
+    def json_schema(self) -> JsonSchemaValue:
+        """Return the largest number and the longest length."""
+        return {"maxItems": self.most, "items": {"type": "string", "maxLength": _LONGEST_FILE}}
+
+
+@dataclass(frozen=True)
+class Scales(RequestField):
+    """One number or several, as a number, a list, or text such as "1, 0.5".
+
+    Attributes:
+        low, high: the limits of each, both allowed.
+        most: how many there can be.
+    """
+
+    low: float
+    high: float
+    most: int
+
+    def check(self, name: str, value: object) -> tuple[float, ...]:
+        """Return the numbers."""
+        if isinstance(value, str) and len(value) <= _LONGEST_FILE:
+            value = self.parse(value)
+        entries = list(value) if isinstance(value, list | tuple) else [value]
+        if not 1 <= len(entries) <= self.most:
+            raise InvalidRequestError(name, "request.scales", value=shortened(value), most=self.most)
+        return tuple(self._checked(name, entry) for entry in entries)
+
+    def _checked(self, name: str, value: object) -> float:
+        limits = {"low": self.low, "high": self.high}
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise InvalidRequestError(name, "request.not_a_number", value=shortened(value), **limits)
+        if not self.low <= value <= self.high:
+            nearest = self.low if value < self.low else self.high
+            raise InvalidRequestError(name, "request.out_of_range", value=shortened(value), nearest=nearest, **limits)
+        return float(value)
+
+    def parse(self, text: str) -> object:
+        """Return the numbers that a text spells, with commas between them, else the text."""
+        try:
+            return [float(part) for part in text.split(",")]
+        except ValueError:
+            return text
+
+    def json_schema(self) -> JsonSchemaValue:
+        """Describe a number, text, and a list of numbers."""
+        number = {"type": "number", "minimum": self.low, "maximum": self.high}
+        several = {"type": "array", "items": number, "minItems": 1, "maxItems": self.most}
+        return {"anyOf": [number, several, {"type": "string", "pattern": r"^[0-9., ]+$"}]}
+
+
+@dataclass(frozen=True)
 class StepCache(RequestField):
     """A cache across denoising steps, see `core.step_cache.read_step_cache`.
 

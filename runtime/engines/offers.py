@@ -77,7 +77,7 @@ class ModelOffers:
         owner = self.spec.owner_of(component)
         if owner is not self.spec:
             return replace(self, spec=owner)(component, latent, device)
-        if component == VAE_ENCODER and self.spec.video is not None:
+        if component == VAE_ENCODER and (self.spec.video is not None or self.spec.control_input is not None):
             problem = Fact("planner.no_video_engines")
             return [
                 EngineOffer(backend=builder.backend, builder=builder.name, engines=(), problem=problem)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
+from PIL.Image import Image
 
 from runtime.core.facts import Fact
 from runtime.core.plan import Speed
@@ -147,6 +148,35 @@ class StreamDenoiser(Denoiser, Protocol):
         """Set the shapes of the streams, and the blocks that skip their self-attention in passes of that kind."""
 
 
+class ControlDenoiser(Denoiser, Protocol):
+    """A transformer with a control branch. `steer` comes before its first call; `PyTorchDenoiser.compute` keeps it.
+
+    The latents of a call have the channels of the control branch after their own, see `Components.control_latents`.
+    """
+
+    def steer(self, scales: tuple[float, ...]) -> None:
+        """Set by what the result of each control block is multiplied."""
+
+
+@dataclass(frozen=True)
+class ControlClip:
+    """What steers a clip.
+
+    Attributes:
+        frames, height, width: of the clip, in frames and pixels.
+        video: the control video, (frames, height, width, 3), uint8, on the CPU; `None` for none.
+        mask: where it changes, (frames, height, width), uint8; `None` for everywhere.
+        references: images of things that the clip shows, in RGB and of any size.
+    """
+
+    frames: int
+    height: int
+    width: int
+    video: torch.Tensor | None
+    mask: torch.Tensor | None
+    references: Sequence[Image]
+
+
 class VideoEncoder(Protocol):
     """The encoder of a VAE, for videos and for clips whose frames are given at the start and the end only."""
 
@@ -160,13 +190,16 @@ class VideoEncoder(Protocol):
                 its size, and encodes them whole.
         """
 
-    def video_latents(self, video: torch.Tensor, tile: int | None, check: Callable[[], None]) -> torch.Tensor:
+    def video_latents(
+        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the latents of a video, as `latents` does; never called on engines.
 
         Args:
             video: (frames, height, width, 3), uint8, on the CPU.
             tile: see `latents`.
             check: called before each latent frame; may raise.
+            shown: the pixels of the video that are encoded, (frames, height, width), bool; the others are gray.
         """
 
 
@@ -264,6 +297,22 @@ class Components(Protocol):
 
     def video_encoder(self, module: torch.nn.Module, device: str | torch.device) -> VideoEncoder:
         """Make the encoder of a loaded VAE that computes on `device`; its weights may be elsewhere until then."""
+
+    def control_latents(
+        self,
+        encoder: VideoEncoder,
+        spec: ModelSpec,
+        clip: ControlClip,
+        tile: int | None,
+        check: Callable[[], None],
+    ) -> torch.Tensor:
+        """Return the channels that the transformers read of what steers a clip, (1, channels, frames, height, width).
+
+        Called only if the model has a `control_input`, like `ControlDenoiser.steer`.
+
+        Args:
+            tile, check: see `VideoEncoder`.
+        """
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:
         """Make the denoiser of a loaded transformer; its weights may be elsewhere until it is called."""

@@ -3,9 +3,9 @@
 A family is a folder of `runtime.families` with
 
     spec.py         `FAMILY`, a `Family`: reads model folders without torch
-    components.py   loads torch: `MODULES` for `models.stored_modules`, classes or names of transformers' classes, which
-                    are imported when they are needed; `make_form` for `engines.programs`, and the functions
-                    of `execution.components.Components`
+    components.py   loads torch: `MODULES` for `models.stored_modules`, a class, a tuple of classes, or the name of a
+                    class of transformers, which is imported when it is needed; `make_form` for `engines.programs`, and
+                    the functions of `execution.components.Components`
     published.json  published models, if there are any: see `published_models`
 
 To add one, write the folder and add its entry to `FAMILIES`. Both modules are imported on first use.
@@ -54,7 +54,7 @@ _LEAST_BYTES = 2
 _MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
 FAMILIES: dict[str, Entry] = {
-    "wan": Entry(("WanPipeline", "WanImageToVideoPipeline"), "runtime.families.wan"),
+    "wan": Entry(("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"), "runtime.families.wan"),
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
     "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
     "ltx2": Entry(("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"), "runtime.families.ltx2"),

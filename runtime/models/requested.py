@@ -8,6 +8,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.models.catalogue import check_makes_videos, find, look_up
+from runtime.models.control import with_control
 from runtime.models.extended import with_extended
 from runtime.models.images import with_images
 from runtime.models.loras import with_loras
@@ -68,6 +69,7 @@ def with_inputs(
         InvalidRequestError: if one cannot be used.
         MachineError, OutputError: see `model_for`.
     """
+    spec = with_control(spec, request, weights_dir, cache_dir, keep=keep, check=check)
     spec = with_video(spec, request, weights_dir, cache_dir, keep=keep, check=check)
     spec = with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
     return with_extended(spec, request, weights_dir, cache_dir, keep=keep, check=check)

@@ -297,6 +297,23 @@ class ImageInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControlInput:
+    """How a model is steered by a control video, a mask and reference images.
+
+    Attributes:
+        vae: the encoder of their latents, which every video needs.
+        blocks: how many blocks read them; each has a scale.
+    """
+
+    vae: VaeEncoderSpec
+    blocks: int
+
+    def scales(self, requested: tuple[float, ...]) -> tuple[float, ...]:
+        """Return the scale of each block, of a scale for each or one for all."""
+        return requested * self.blocks if len(requested) == 1 else requested
+
+
+@dataclass(frozen=True, kw_only=True)
 class StreamGuidance:
     """Guidance of a model that denoises video and sound together, in addition to a request's guidance scale.
 
@@ -477,6 +494,8 @@ class ModelSpec:
         image, last_image: the images of one request, see `models.images.with_images`.
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
+        control_input: how it is steered by a control video; `None` if it cannot.
+        control, mask, references: what steers the video of one request, see `models.control.with_control`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
         interpolator: the network that computes frames between those of one request, see `interpolates`.
         upscaler: what enlarges the frames of one request, see `models.requested.with_finishers`.
@@ -526,6 +545,10 @@ class ModelSpec:
     last_image: ImageUse | None = None
     video_input: VaeEncoderSpec | None = None
     video: VideoUse | None = None
+    control_input: ControlInput | None = None
+    control: VideoUse | None = None
+    mask: VideoUse | None = None
+    references: tuple[ImageUse, ...] = ()
     extend: VideoUse | None = None
     interpolator: "ModelSpec | None" = None
     upscaler: "ModelSpec | None" = None
@@ -585,8 +608,9 @@ class ModelSpec:
         return tuple(use for use in self.loras if use.changes(component))
 
     def for_text(self) -> "ModelSpec":
-        """Return the model as a video from text alone needs it."""
-        text = {name: program for name, program in self.programs.items() if name not in {IMAGE_ENCODER, VAE_ENCODER}}
+        """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""
+        unused = {IMAGE_ENCODER, VAE_ENCODER} if self.control_input is None else {IMAGE_ENCODER}
+        text = {name: program for name, program in self.programs.items() if name not in unused}
         return replace(self, programs=text, image=None, last_image=None, video=None)
 
     def from_video(self, video: VideoUse) -> "ModelSpec":
@@ -659,11 +683,19 @@ class ModelSpec:
     @property
     def inputs(self) -> tuple[InputFile, ...]:
         """The request's images and videos."""
-        return (*self.images, *(use for use in (self.extend, self.video) if use is not None))
+        videos = (use for use in (self.extend, self.video, self.control, self.mask) if use is not None)
+        return (*self.images, *videos, *self.references)
+
+    @property
+    def followed_videos(self) -> tuple[VideoUse, ...]:
+        """The request's videos whose frames are those of the clip, each as it is read at the clip's rate."""
+        return tuple(use for use in (self.video, self.control, self.mask) if use is not None)
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:
-        """The encoder of the request's video, or of images; only of a model with the component."""
+        """The encoder of the request's videos, or of images; only of a model with the component."""
+        if self.control_input is not None:
+            return self.control_input.vae
         if self.video is not None and self.video_input is not None:
             return self.video_input
         assert self.image_input is not None, "only models that start from images or videos have these components"
@@ -673,6 +705,11 @@ class ModelSpec:
     def context_tokens(self) -> int:
         """The tokens that the transformer attends to besides the clip's: of the text, and of the images."""
         return self.max_sequence_length + (0 if self.image_input is None else self.image_input.tokens)
+
+    @property
+    def blocks(self) -> int:
+        """The transformer's blocks, with those that read a control video."""
+        return self.transformer.num_layers + (0 if self.control_input is None else self.control_input.blocks)
 
     @property
     def timesteps(self) -> int:
@@ -759,9 +796,9 @@ class ModelSpec:
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
         """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
 
-        It is the clip, or a section, however many there are.
+        It is the clip after a latent frame for each reference image, or a section, however many there are.
         """
-        whole = (frames - 1) // self.vae.scale_factor_temporal + 1
+        whole = (frames - 1) // self.vae.scale_factor_temporal + 1 + len(self.references)
         return (
             1,
             self.vae.z_dim,

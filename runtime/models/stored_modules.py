@@ -76,10 +76,21 @@ def _without_memory() -> Iterator[None]:
         _WITHOUT_MEMORY.entered = False
 
 
-def module_class(family: str, name: str) -> Any:
-    """Return the class of a component: one of diffusers or transformers, or of the family."""
-    known = components_of(family).MODULES[name]
+def module_class(spec: ModelSpec, name: str) -> Any:
+    """Return the class of a component: one of diffusers or transformers, or of the family.
+
+    Of several, it is the one that the component's configuration names, or else the first.
+    """
+    known = components_of(spec.family).MODULES[name]
+    if isinstance(known, tuple):
+        named = _config_of(spec, name).get("_class_name")
+        return next((kind for kind in known if kind.__name__ == named), known[0])
     return getattr(transformers, known) if isinstance(known, str) else known
+
+
+def _config_of(spec: ModelSpec, name: str) -> dict[str, Any]:
+    files = spec.files.get(name)
+    return read_config(spec.directory / folder_of(name) / "config.json") if files is None else dict(files.config)
 
 
 def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
@@ -88,9 +99,7 @@ def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
     Raises:
         Exception: of any type, if the library does not accept the configuration.
     """
-    files, kind = spec.files.get(name), module_class(spec.family, name)
-    folder = spec.directory / folder_of(name)
-    config = read_config(folder / "config.json") if files is None else dict(files.config)
+    kind, config = module_class(spec, name), _config_of(spec, name)
     with _without_memory():
         if issubclass(kind, transformers.PreTrainedModel):
             return cast("torch.nn.Module", kind(kind.config_class.from_dict(config)))
@@ -99,7 +108,7 @@ def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
 
 def can_stream(spec: ModelSpec, name: str) -> bool:
     """Whether a component may be filled by `fill`: its class is a library's own model."""
-    return issubclass(module_class(spec.family, name), diffusers.ModelMixin | transformers.PreTrainedModel)
+    return issubclass(module_class(spec, name), diffusers.ModelMixin | transformers.PreTrainedModel)
 
 
 def weights_of_folder(folder: Path, module: torch.nn.Module) -> dict[str, StoredWeight] | None:

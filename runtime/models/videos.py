@@ -87,18 +87,18 @@ def with_video(
         able = [model.name for model in all_models(weights_dir) if model.video_input is not None]
         code = "source.model_without" if able else "source.no_model"
         raise InvalidRequestError(FIELD, code, model=spec.title, models=able)
-    fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
-    most = _most_frames(request, spec, fps)
+    fps, most = frames_taken(request, spec)
     return spec.from_video(find_video(request.video, cache_dir, fps, most, keep=keep, check=check))
 
 
-def _most_frames(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
-    """Return the most frames that a request can take of a video."""
+def frames_taken(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:
+    """Return the rate at which a request reads a video, in frames per second, and the most frames that it can take."""
+    fps = spec.defaults.fps if request.fps == AUTO else int(request.fps)
     if request.frames != AUTO:
-        return int(request.frames)
+        return fps, int(request.frames)
     if request.seconds != AUTO:
-        return round(float(request.seconds) * fps) + spec.frame_stride
-    return spec.defaults.frames
+        return fps, round(float(request.seconds) * fps) + spec.frame_stride
+    return fps, spec.defaults.frames
 
 
 def find_video(
@@ -141,7 +141,9 @@ def find_video(
     )
 
 
-def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], None] = never) -> VideoUse:
+def keep_video(
+    data: bytes, name: str, cache_dir: Path, *, field: str = FIELD, check: Callable[[], None] = never
+) -> VideoUse:
     """Check the content of a video's file, and keep it in the cache folder; see `find_video`.
 
     Raises:
@@ -155,7 +157,7 @@ def keep_video(data: bytes, name: str, cache_dir: Path, *, check: Callable[[], N
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
         with _named(name):
-            use = find_video(str(partial), cache_dir, 1, 1, check=check)
+            use = find_video(str(partial), cache_dir, 1, 1, field=field, check=check)
     except OSError as error:
         code = "source.disk_full" if error.errno in DISK_FULL else "source.not_kept"
         raise OutputError(code, folder=folder) from error

@@ -279,7 +279,7 @@ def _from_library(spec: ModelSpec, name: str, dtype: torch.dtype, more: dict[str
         **more,
     }
     with _library(), _loading(spec, name):
-        module, loading = module_class(spec.family, name).from_pretrained(str(spec.directory), **arguments)
+        module, loading = module_class(spec, name).from_pretrained(str(spec.directory), **arguments)
     absent = [*loading["missing_keys"], *loading["mismatched_keys"]]
     if absent:
         # The libraries would initialize these randomly and only log a warning.

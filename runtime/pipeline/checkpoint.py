@@ -31,7 +31,7 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import OFF
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
@@ -69,7 +69,7 @@ _OPEN_SECONDS, _BYTES_PER_SECOND = 0.01, 100e6
 # The model and LoRAs are identified by their files; a length in seconds became a number of frames.
 _OTHER_FIELDS = {*COMPUTE_FIELDS, *FINISHING_FIELDS, "model", "loras", "seconds"}
 _VIDEO_FIELDS = {"video", "strength"}
-_INPUT_FIELDS = {"image", "last_image", "image_fit", "image_position", *_VIDEO_FIELDS}
+_IMAGE_FIELDS = {"image", "last_image", "image_fit", "image_position"}
 # Set when a scheduler is loaded.
 _SCHEDULER_CONFIGURATION = frozenset({"_internal_dict"})
 
@@ -309,12 +309,15 @@ class CheckpointPolicy:
 def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     """Return a digest of the clip and of the model's files, independent of how the clip is computed."""
     # Earlier versions had no videos as inputs, and their checkpoints can be used.
-    unused = set() if plan.video else _VIDEO_FIELDS if plan.images else _INPUT_FIELDS
-    excluded = _OTHER_FIELDS | unused | (set() if plan.extend else {"extend"})
+    unused = set() if plan.video else {*_VIDEO_FIELDS}
+    unused |= set() if plan.video or plan.control or plan.images else _IMAGE_FIELDS
+    unused |= {"control_scale"} if plan.control_scale == CONTROL_SCALE else set()
+    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}
     # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.
-    excluded -= {"fps"} if plan.video or plan.sound_shape or len(timed_prompts(plan.prompt)) > 1 else set()
+    timed = plan.video or plan.control or plan.sound_shape or len(timed_prompts(plan.prompt)) > 1
+    excluded -= {"fps"} if timed else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.inputs.items()}
     clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}

@@ -291,7 +291,16 @@ class PyTorchTimerFactory:
         if spec.only_decodes or component in SOUND_DECODERS:
             return None
         spec = replace(
-            spec, loras=(), image=None, last_image=None, video=None, interpolator=None, upscaler=None
+            spec,
+            loras=(),
+            image=None,
+            last_image=None,
+            video=None,
+            control=None,
+            mask=None,
+            references=(),
+            interpolator=None,
+            upscaler=None,
         ).for_images()
         machine = self.engines.machine
         values = {"prompt": "none", "model": spec.name, "backends": {ALL: PYTORCH}, "gpus": 1, "seed": 0}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,18 @@ from runtime.core.cancel import never
 from runtime.core.errors import BadResultError, InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.images import VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import SOUND_DECODERS
 from runtime.core.sound import Sound
-from runtime.execution.components import Denoiser, StreamDenoiser, VideoEncoder
+from runtime.execution.components import (
+    ControlClip,
+    ControlDenoiser,
+    Denoiser,
+    StreamDenoiser,
+    VideoEncoder,
+    components_of,
+)
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
@@ -133,7 +141,9 @@ def _warn_of_text(context: RunContext, encoding: TextEncoding, field: str) -> No
 
 
 def encode_given(context: RunContext, conditioning: Conditioning) -> Conditioning:
-    """Return the conditioning with the plan's images or its video, if it has any."""
+    """Return the conditioning with the plan's images, its video, or what steers it, if it has any."""
+    if context.spec.control_input is not None:
+        return encode_control(context, conditioning)
     if context.plan.images:
         return encode_images(context, conditioning)
     return conditioning if context.plan.video is None else encode_video(context, conditioning)
@@ -186,31 +196,61 @@ def encode_video(context: RunContext, conditioning: Conditioning) -> Conditionin
     """Return the conditioning with the latents of the plan's video."""
     spec = context.spec
     context.current = ("load", VAE_ENCODER)
-    video = video_frames(context.plan, context.cancel.check, context.warn)
+    video = video_frames(context.plan, "video", context.cancel.check, context.warn)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         latents = vae.video_latents(video, context.plan.strategy.decode_tile, context.cancel.check)
     return replace(conditioning, video=latents.to(context.plan.components["transformer"].device))
 
 
-def video_frames(
+def encode_control(context: RunContext, conditioning: Conditioning) -> Conditioning:
+    """Return the conditioning with the latents of what steers the plan's video."""
+    spec = context.spec
+    context.current = ("load", VAE_ENCODER)
+    clip = control_clip(context.plan, context.cancel.check, context.warn)
+    with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
+        context.begin_stage("encode", VAE_ENCODER)
+        tile, components = context.plan.strategy.decode_tile, components_of(spec)
+        latents = components.control_latents(vae, spec, clip, tile, context.cancel.check)
+    device = context.plan.components["transformer"].device
+    return replace(conditioning, given=GivenFrames("channels", latents.to(device)))
+
+
+def control_clip(
     plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+) -> ControlClip:
+    """Read what steers a plan's video; see `video_frames`."""
+    references = [open_image(use, "references", check) for use in plan.references]
+    video = None if plan.control is None else video_frames(plan, "control", check, warn)
+    mask = None if plan.mask is None else video_frames(plan, "mask", check, warn)
+    return ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
+
+
+def video_frames(
+    plan: ExecutionPlan,
+    field: Literal["video", "control", "mask"] = "video",
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
 ) -> torch.Tensor:
-    """Read a plan's video; return its first frames at the plan's rate, of its size, (frames, height, width, 3), uint8.
+    """Read one of a plan's videos; return its first frames at the plan's rate, of its size.
 
     Args:
         check: see `models.videos.with_video`.
         warn: called if a part of the file is damaged.
 
+    Returns:
+        (frames, height, width, 3), uint8; the brightness of a mask, (frames, height, width).
+
     Raises:
         InvalidRequestError: if it cannot be read, or has fewer frames by now.
         MachineError: if there is no ffmpeg.
     """
-    use = plan.video
+    use: VideoUse | None = getattr(plan, field)
     assert use is not None
-    info = open_video(use, check)
-    video = torch.empty((plan.frames, plan.height, plan.width, COLORS), dtype=torch.uint8)
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field="video", check=check)
+    info = open_video(use, check, field)
+    colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
+    video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
+    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check)
     count = 0
     while True:
         try:
@@ -219,10 +259,10 @@ def video_frames(
             damage = end.value
             break
         image = fitted(fromarray(frame), plan.width, plan.height, plan.image_fit, plan.image_position)
-        video[count] = torch.from_numpy(np.array(image))
+        video[count] = torch.from_numpy(np.array(image.convert(mode)))
         count += 1
     if count < plan.frames:
-        raise InvalidRequestError("video", "source.shorter", file=use.name, frames=count, planned=plan.frames)
+        raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=plan.frames)
     if damage and warn is not None:
         warn(Fact("source.damaged", {"file": use.name, "line": damage}))
     return video
@@ -268,6 +308,8 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             loaded_parts = {
                 part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
+            if spec.control_input is not None:
+                cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale))
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
             with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
@@ -292,10 +334,15 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             number, resumable = before + done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
                 context.record_step(number, done.latents, scheduler, done.guidance, stage)
-            preview = previews.of_latents(video_of(done.estimate, Streams.of(plan)))
+            preview = previews.of_latents(_clip_of(plan, done.estimate))
             part, total = done.step.expert, context.plan.total_steps
             context.emit(StepDone(step=number, of=total, seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
+
+
+def _clip_of(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
+    """Return the latents of the clip's frames: without those of sound, and of the reference images before them."""
+    return video_of(latents, Streams.of(plan))[:, :, len(plan.references) :]
 
 
 def _latents_before(context: RunContext, stage: int, scheduler: Any, first: Step) -> torch.Tensor:
@@ -334,7 +381,7 @@ def decode_and_save(
     assert context.sampling is not None
     plan = context.plan
     previews.forget_frames()
-    latents = video_of(context.sampling.latents, Streams.of(plan))
+    latents = _clip_of(plan, context.sampling.latents)
     decoded = DecodedColors(latents, context.spec.vae.scale_factor_temporal)
     with VideoOutput(context, job_id, on_frames) as output, GrowingClip(context.folder, plan) as clip:
         context.current = ("load", "vae")

@@ -64,26 +64,28 @@ def _as_before(request: GenerationRequest, video: VideoUse, field: str) -> int:
 
 def _first_input(spec: ModelSpec) -> InputFile | None:
     """Return what the size follows from, if it is not text alone."""
-    return next(iter(spec.images), None) if spec.video is None else spec.video
+    return next(iter((*spec.followed_videos, *spec.images)), None)
 
 
 def frames_for(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
     """Return the number of frames asked for, else the model's; for a length in seconds, the nearest that it makes.
 
-    A video from another one is at most as long as that: without a length, the first frames that the model makes.
+    A video from others, such as a control video with its mask, is at most as long as the shortest: without a length,
+    the first frames that the model makes.
 
     Raises:
         InvalidRequestError: if both are asked for, or the length is too long.
     """
     frames = _asked_frames(request, spec, fps)
-    if spec.video is None or frames <= spec.video.frames:
+    video = min(spec.followed_videos, key=lambda use: use.frames, default=None)
+    if video is None or frames <= video.frames:
         return frames
     stride = spec.frame_stride
-    longest = (spec.video.frames - 1) // stride * stride + 1
-    whole = request.seconds != AUTO and round(float(request.seconds) * fps) <= spec.video.frames
+    longest = (video.frames - 1) // stride * stride + 1
+    whole = request.seconds != AUTO and round(float(request.seconds) * fps) <= video.frames
     if request.frames != AUTO or (request.seconds != AUTO and not whole):
         field = "frames" if request.seconds == AUTO else "seconds"
-        data = {"video": spec.video.name, "frames": spec.video.frames, "fps": fps, "able": longest}
+        data = {"video": video.name, "frames": video.frames, "fps": fps, "able": longest}
         raise InvalidRequestError(field, "planner.video_too_short", value=getattr(request, field), **data)
     return longest
 
@@ -266,7 +268,7 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
     """Return the warnings about images and videos of which cropping cuts a visible part."""
     images: dict[str, InputFile | None] = {"planner.last_image_cut": spec.last_image}
     if AUTO not in {request.width, request.height}:
-        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video, **images}
+        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video or spec.control, **images}
     facts = []
     for code, image in images.items():
         if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:
@@ -278,7 +280,7 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
 
 def video_warnings(request: GenerationRequest, spec: ModelSpec, frames: int, fps: int) -> list[Fact]:
     """Return a warning if a video without a requested length is longer than the clip, or ends before it should."""
-    video = spec.video
+    video = min(spec.followed_videos, key=lambda use: use.frames, default=None)
     if video is None or {request.frames, request.seconds} != {AUTO}:
         return []
     if video.seconds is None or round(video.seconds * fps) < frames + spec.frame_stride:

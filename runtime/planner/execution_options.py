@@ -80,9 +80,9 @@ def shared_options(inputs: ForecastInputs) -> Speed:
 
 def text_bytes(spec: ModelSpec, dtype: str, texts: int) -> int:
     """Return the bytes of the texts' keys and values in all blocks of one transformer."""
-    transformer, sound = spec.transformer, spec.sound_latents
-    width = transformer.width + (0 if sound is None else sound.width)
-    values = 2 * transformer.num_layers * spec.context_tokens * width
+    sound = spec.sound_latents
+    width = spec.transformer.width + (0 if sound is None else sound.width)
+    values = 2 * spec.blocks * spec.context_tokens * width
     return texts * values * DTYPE_BYTES[dtype]
 
 
@@ -241,7 +241,7 @@ def _graphed(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> b
 def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether launching kernels takes longer than running them."""
     call = call_seconds(inputs, strategy, inputs.loaded[0], base)
-    launches = _KERNELS_PER_BLOCK * inputs.workload.spec.transformer.num_layers * _LAUNCH_SECONDS
+    launches = _KERNELS_PER_BLOCK * inputs.workload.spec.blocks * _LAUNCH_SECONDS
     return call.likely < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
 
 

@@ -452,7 +452,7 @@ def attention_seconds(inputs: ForecastInputs, dtype: str, speed: Speed) -> float
     workload, spec = inputs.workload, inputs.workload.spec
     flops = attention_flops(spec, workload.tokens)
     # Cross-attention, in proportion.
-    calls = spec.transformer.num_layers * (1 + spec.max_sequence_length / workload.tokens)
+    calls = spec.blocks * (1 + spec.max_sequence_length / workload.tokens)
     device = history.device_name(inputs.machine, workload.device)
     measured = history.attention_seconds(inputs.history, device, dtype, flops).get(speed.attention)
     share = _attention_share(speed, workload)
@@ -647,7 +647,7 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     else:
         spec = workload.spec.transformer
         per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if workload.spec.expand_timesteps else _BLOCK_TRAFFIC
-        traffic = float(per_token * spec.num_layers * workload.tokens * spec.width)
+        traffic = float(per_token * workload.spec.blocks * workload.tokens * spec.width)
         if machine.version_of("triton") and not workload.spec.small and ROW_KERNELS not in workload.spec.lacks:
             traffic *= _KERNEL_TRAFFIC
         likely = operations / (_MATRIX_SHARE * rate * slower) + traffic / bandwidth
@@ -676,7 +676,7 @@ def attention_speedup(speed: Speed, workload: Workload) -> float:
     """Return the estimated speedup of a transformer by its attention kernels, against PyTorch's own attention."""
     spec, tokens = workload.spec, workload.tokens
     whole = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
-    share = spec.transformer.num_layers * attention_flops(spec, tokens) / whole
+    share = spec.blocks * attention_flops(spec, tokens) / whole
     return 1 / (1 - share + share * _attention_share(speed, workload))
 
 
@@ -687,7 +687,7 @@ def _attention_share(speed: Speed, workload: Workload) -> float:
         return exact
     attended = _attended(speed.sparse_tau) / _attended(TAU)
     sparse = _SPARSE_SHARE * attended + _SPARSE_TOKENS / workload.tokens
-    share = exact_share(workload.spec.transformer.num_layers)
+    share = exact_share(workload.spec.blocks)
     return share * exact + (1 - share) * sparse
 
 

@@ -152,7 +152,8 @@ class Workload:
     def decoded(self) -> int:
         """The latent frames that are decoded one after the other: those of the clip, or of a section's window."""
         section = self.spec.section
-        return self.latent_shape[2] if section is None else section.decoded(self.sections)
+        whole = self.latent_shape[2] - len(self.spec.references)
+        return whole if section is None else section.decoded(self.sections)
 
     def in_blocks(self, component: str) -> bool:
         """Whether a component's engines compute parts of each block; PyTorch loads its weights."""
@@ -208,6 +209,8 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
     if component in SOUND_DECODERS:
         return latent[0] * _sound(spec).parts[component].flops
     if component == VAE_ENCODER:
+        if spec.control_input is not None:
+            return _control_flops(spec, latent) * times_decoded(*latent[1:], tile)
         whole = spec.input_encoder.encode_flops(*_encoded_clip(spec, latent), video=spec.video is not None)
         # Images that are not frames of one clip are encoded one after the other.
         calls = len(spec.images) if spec.has_keyframe else 1
@@ -216,6 +219,14 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
     whole = vae.decode_flops((frames - 1) * vae.scale_factor_temporal + 1, height * scale, width * scale)
     return whole * times_decoded(height, width, tile)
+
+
+def _control_flops(spec: ModelSpec, latent: LatentSize) -> float:
+    """Return the operations of encoding what steers a clip; see `families.wan.vace.control_latents`."""
+    clip = _encoded_clip(spec, latent)
+    video, gray = (spec.input_encoder.encode_flops(*clip, video=video) for video in (True, False))
+    parts = (gray, gray + video, 2 * video)[0 if spec.control is None else 1 if spec.mask is None else 2]
+    return parts + len(spec.references) * spec.input_encoder.encode_flops(1, *clip[1:])
 
 
 def _image_input(spec: ModelSpec) -> ImageInput:
@@ -232,8 +243,8 @@ def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
     """Return the (frames, height, width) that the VAE's encoder takes for a clip of so many latents."""
     frames, height, width = latent
     vae = spec.vae
-    every = spec.video is not None or _image_input(spec).kind == "channels"
-    count = (frames - 1) * vae.scale_factor_temporal + 1 if every else 1
+    every = bool(spec.followed_videos) or spec.control_input is not None or _image_input(spec).kind == "channels"
+    count = (frames - len(spec.references) - 1) * vae.scale_factor_temporal + 1 if every else 1
     return count, height * vae.scale_factor_spatial, width * vae.scale_factor_spatial
 
 
@@ -360,7 +371,7 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
 def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     """Return the working set of the VAE's encoder.
 
-    A video is encoded one latent frame at a time, and waits in system memory, 8 bits of RGB.
+    A video is encoded one latent frame at a time, and waits in system memory, 8 bits of RGB; so does a mask, 8 bits.
     """
     if VAE_ENCODER in workload.engine_bytes:
         return _engine_encode_bytes(workload)
@@ -368,11 +379,12 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     frames, *sides = workload.latent_shape[2:]
     rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
     count, height, width = _encoded_clip(spec, (frames, rows, columns))
-    if spec.video is None:
+    if not spec.followed_videos:
         return spec.input_encoder.encode_bytes(count, height, width, element)
     call = spec.input_encoder.encode_bytes(min(count, spec.vae.scale_factor_temporal), height, width, element)
     caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
-    return call + caches + (0 if workload.cuda else _COLORS * count * workload.height * workload.width)
+    channels = _COLORS + (spec.mask is not None)
+    return call + caches + (0 if workload.cuda else channels * count * workload.height * workload.width)
 
 
 def _engine_encode_bytes(workload: Workload) -> int:
@@ -570,11 +582,13 @@ def _on_device(workload: Workload, strategy: MemoryStrategy, name: str, weights:
     if not is_transformer(name):
         return max(_streamed_bytes(workload, name))
     transformer = spec.transformer
-    layers = transformer.num_layers
+    layers = spec.blocks
     blocks = min(transformer.block_parameters, spec.parameters[name]) / spec.parameters[name] * weights[name]
-    if strategy.offload == "group":  # the running block and the next one, which is prefetched
+    if strategy.offload == "group":
+        # The running block and the next one, which is prefetched; a control block runs within another block.
+        count = 2 if spec.control_input is None else 3
         largest = transformer.largest_block_parameters / transformer.block_parameters * blocks
-        return int(weights[name] - blocks + 2 * largest)
+        return int(weights[name] - blocks + count * largest)
     return int(blocks / layers / 3)  # by layer: at most a third of a block
 
 

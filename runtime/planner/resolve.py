@@ -330,7 +330,8 @@ class _Placed:
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert spec.stages == int(request.stages), "a spec in another number of stages: see `models.requested`"
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
-    for field in ("image", "last_image", "extend", "video"):
+    assert len(request.references) == len(spec.references), "a spec without its request's reference images"
+    for field in ("image", "last_image", "extend", "video", "control", "mask"):
         # An extended video's last frame is the image, and a loop's image is the last one.
         follows = (field == "image" and request.extend is not None) or (field == "last_image" and request.loop != OFF)
         missing = not follows and (getattr(request, field) is None) != (getattr(spec, field) is None)
@@ -348,6 +349,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     def offered(component: str) -> Sequence[EngineOffer]:
         left_out = request.backend(component) == PYTORCH and not context.compares
         size = sound_size if component in SOUND_DECODERS and sound_size is not None else latent_size
+        if component == "vae":
+            size = (size[0] - len(spec.references), *size[1:])
         return () if left_out else context.offers(component, size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
@@ -433,6 +436,10 @@ def _plan(
         extend=spec.extend,
         video=spec.video,
         strength=settings.strength,
+        control=spec.control,
+        mask=spec.mask,
+        references=spec.references,
+        control_scale=request.control_scale,
         stages=request.stages,
         request=request,
         model_directory=spec.location,
@@ -637,12 +644,10 @@ def _cached_steps(
 
 def _video_reason(component: str, settings: _Settings, request: GenerationRequest, spec: ModelSpec) -> tuple[Fact, ...]:
     """Return why the encoder has no engine, and why a transformer does not run all steps."""
-    if spec.video is None:
-        return ()
-    if component == VAE_ENCODER:
+    if component == VAE_ENCODER and (spec.video is not None or spec.control_input is not None):
         # An engine that was asked for is refused with the same reason.
         return (Fact("planner.no_video_engines"),) if request.backend(component) in {AUTO, PYTORCH} else ()
-    if not is_transformer(component):
+    if spec.video is None or not is_transformer(component):
         return ()
     data = {"strength": settings.strength, "run": settings.denoising_steps, "steps": settings.steps}
     return (Fact("planner.steps_of_strength", data),)

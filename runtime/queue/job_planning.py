@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, CONTROL_FIELDS, GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -27,7 +27,19 @@ from runtime.queue.store import JobStore
 logger = logging.getLogger(__name__)
 
 # What the continuation of a video does not take over from it.
-_OF_FIRST_PART = ("seed", "width", "height", "fps", "image", "last_image", "video", "strength", "loop")
+_OF_FIRST_PART = (
+    "seed",
+    "width",
+    "height",
+    "fps",
+    "image",
+    "last_image",
+    "video",
+    "strength",
+    "loop",
+    *CONTROL_FIELDS,
+    "control_scale",
+)
 
 
 class JobReplanner:
@@ -76,6 +88,9 @@ class JobReplanner:
                 last_image=spec.last_image,
                 extend=spec.extend,
                 video=spec.video,
+                control=spec.control,
+                mask=spec.mask,
+                references=spec.references,
                 loras=spec.loras,
             )
             moved = move_to_gpu(planned, gpu, machine, more_gpus)
@@ -137,7 +152,13 @@ def continuation(asked: GenerationRequest, video: Path, changes: Mapping[str, ob
 def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
     """Whether a plan is for a model's LoRAs, images and video; the files may be in another folder now."""
     inputs = [
-        [None if use is None else use.digest for use in (source.image, source.last_image, source.extend, source.video)]
+        [
+            None if use is None else use.digest
+            for use in (
+                *(source.image, source.last_image, source.extend, source.video, source.control, source.mask),
+                *source.references,
+            )
+        ]
         for source in (plan, spec)
     ]
     loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]

@@ -528,5 +528,4 @@ def stored_request(request: GenerationRequest, plan: ExecutionPlan) -> dict[str,
     path = Path(plan.model).expanduser()
     by_path = plan.model_directory in {path.resolve(), path.absolute()}
     model = str(plan.model_directory) if by_path else plan.model
-    inputs = {field: use.reference for field, use in plan.inputs.items()}
-    return request.to_json() | {"seed": plan.seed, "model": model, **inputs}
+    return request.to_json() | {"seed": plan.seed, "model": model, **plan.input_references}

@@ -46,6 +46,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import Fact, shortened
+from runtime.core.images import field_of
 from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import LOOPBACK, Settings
@@ -319,19 +320,19 @@ class VideoApi:
     async def _keep(
         self, request: Request, values: Mapping[str, Any], files: Mapping[str, video_requests.File]
     ) -> dict[str, str]:
-        """Keep a request's images and its video; return their copies by field."""
+        """Keep a request's images and videos; return their copies by the same keys."""
         cache = self._settings.cache_dir
 
         def keep(check: Callable[[], None]) -> dict[str, str]:
             # First without its files, so that a request that is refused keeps none.
             self._requested(values, {})
             return {
-                field: (
-                    keep_video(data, name, cache, check=check)
-                    if field in video_requests.VIDEO_FIELDS
-                    else keep_image(data, name, field, cache, check=check)
+                key: (
+                    keep_video(data, name, cache, field=key, check=check)
+                    if key in video_requests.VIDEO_FIELDS
+                    else keep_image(data, name, field_of(key), cache, check=check)
                 ).reference
-                for field, (data, name) in files.items()
+                for key, (data, name) in files.items()
             }
 
         size = sum(len(data) for data, _ in files.values())

@@ -19,9 +19,10 @@ from starlette.types import Message
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import cut, shortened
+from runtime.core.images import by_field, field_of, input_key
 from runtime.core.loras import Lora
 from runtime.core.request import FIELDS, MAX_SIDE, OFF, GenerationRequest
-from runtime.core.request_fields import SIZE_PATTERN, Number, Prompt, read_size
+from runtime.core.request_fields import SIZE_PATTERN, ImageFiles, Number, Prompt, VideoFile, read_size
 from runtime.core.untrusted_files import DuplicateNameError, parse_json
 from runtime.server.api_errors import refused
 from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, charset_problem
@@ -32,12 +33,15 @@ JSON, FORM = "application/json", "multipart/form-data"
 # JSON holds an image or a video as base64; larger ones are sent in a form.
 MAX_JSON_BYTES = 8 << 20
 _REFERENCE = "input_reference"
-VIDEO_FIELDS = ("extend", "video")
+VIDEO_FIELDS = tuple(name for name, declared in FIELDS.items() if isinstance(declared, VideoFile))
+# Those with several images.
+_LISTS = {name: declared.most for name, declared in FIELDS.items() if isinstance(declared, ImageFiles)}
 # The fields that are files, and the key of their address in JSON.
 _FILES: Mapping[str, str] = {
-    **dict.fromkeys(("image", "last_image", _REFERENCE), "image_url"),
+    **dict.fromkeys(("image", "last_image", *_LISTS, _REFERENCE), "image_url"),
     **dict.fromkeys(VIDEO_FIELDS, "video_url"),
 }
+_MOST_FILES = len(_FILES) - len(_LISTS) + sum(_LISTS.values())
 # Those of a request.
 FILE_FIELDS = tuple(name for name in _FILES if name != _REFERENCE)
 _OWN = ("size", _REFERENCE)
@@ -81,7 +85,11 @@ def json_schema(reference: str) -> dict[str, Any]:
     properties: dict[str, Any] = schema["properties"]
     for name in FILE_FIELDS:
         described = {key: properties[name][key] for key in ("title", "description")}
-        properties[name] = {**described, "default": None, **_file_schema(_FILES[name])}
+        schema_of_file = _file_schema(_FILES[name])
+        if name in _LISTS:
+            (item,) = schema_of_file["anyOf"]
+            schema_of_file = {"anyOf": [{"type": "array", "items": item, "maxItems": _LISTS[name]}]}
+        properties[name] = {**described, "default": None, **schema_of_file}
     properties["model"]["description"] = "The ID of a model, from GET /v1/models."
     properties["backends"]["examples"] = [{"vae": "onnxruntime"}]
     properties["loras"]["examples"] = [["style:0.8"]]
@@ -131,7 +139,7 @@ def form_schema(reference: str) -> dict[str, Any]:
     file = {"type": "string", "format": "binary"}
     files = {
         name: {key: value for key, value in schema["properties"][name].items() if key in {"title", "description"}}
-        | file
+        | ({"type": "array", "items": file, "maxItems": _LISTS[name]} if name in _LISTS else file)
         for name in _FILES
     }
     repeatable = {
@@ -148,7 +156,9 @@ class BodyReader:
         self._uploads = UploadLimit(_MOST_UPLOADS, _MOST_UPLOADS_ALL, lambda: refused(429, "server.uploads_busy"))
 
     async def read(self, request: Request, user: str) -> tuple[dict[str, Any], dict[str, File]]:
-        """Return the values of a request's fields, and its images and video by field. The values are not validated.
+        """Return the values of a request's fields, and its images and videos. The values are not validated.
+
+        The images and videos have keys as in `ResolvedRequest.inputs`.
 
         Raises:
             HTTPException: if the body is too large, incomplete, or not valid.
@@ -213,7 +223,7 @@ def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> Generati
 
     Args:
         values: as `BodyReader.read` returns them, with a model.
-        copies: of its images and its video by field, see `core.images`.
+        copies: of its images and videos by keys as in `ResolvedRequest.inputs`, see `core.images`.
 
     Raises:
         InvalidRequestError: for an invalid value; names the body's field.
@@ -234,7 +244,7 @@ def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> Generati
     for name in FILE_FIELDS:
         if fields.get(name) is not None:
             raise _no_file(name)
-    request = GenerationRequest.from_mapping({**fields, **copies})
+    request = GenerationRequest.from_mapping({**fields, **by_field(copies)})
     by_name(request.loras)
     return request
 
@@ -263,16 +273,16 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
         raise refused(400, "server.not_an_object")
     files: dict[str, File] = {}
     for name, key in _FILES.items():
-        match values.get(name):
-            case None:
-                values.pop(name, None)
-            case dict(parts) if isinstance(parts.get(key), str) and not any(
-                value is not None for other, value in parts.items() if other != key
-            ):
-                _add_file(files, name, (_data_of(parts[key], name), NAMELESS))
-                del values[name]
-            case _:
-                raise _no_file(name)
+        given = values.pop(name, None)
+        entries = given if name in _LISTS and isinstance(given, list) else [] if given is None else [given]
+        for entry in entries:
+            match entry:
+                case dict(parts) if isinstance(parts.get(key), str) and not any(
+                    value is not None for other, value in parts.items() if other != key
+                ):
+                    _add_file(files, name, (_data_of(parts[key], name), NAMELESS))
+                case _:
+                    raise _no_file(name)
     return values, files
 
 
@@ -299,7 +309,7 @@ def _data_of(url: str, field: str) -> bytes:
 async def _from_form(request: Request, body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
     replayed = Request(request.scope, _replay(body))
     try:
-        form = await replayed.form(max_files=len(_FILES), max_fields=_MOST_FIELDS, max_part_size=MAX_BODY_BYTES)
+        form = await replayed.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=MAX_BODY_BYTES)
     except HTTPException as error:
         raise _not_a_form(cut(error.detail, 100)) from error
     except (ValueError, LookupError, AssertionError) as error:
@@ -311,7 +321,7 @@ async def _from_form(request: Request, body: bytes) -> tuple[dict[str, Any], dic
 
 
 def _not_a_form(problem: str) -> HTTPException:
-    return refused(400, "server.api_not_a_form", problem=problem.rstrip("."), fields=_MOST_FIELDS, files=len(_FILES))
+    return refused(400, "server.api_not_a_form", problem=problem.rstrip("."), fields=_MOST_FIELDS, files=_MOST_FILES)
 
 
 async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, File]]:
@@ -321,7 +331,7 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, File]]:
         nested = _NESTED.fullmatch(key)
         name, inner = (key, None) if nested is None else (nested[1], nested[2])
         if isinstance(value, UploadFile):
-            if name not in _FILES or inner is not None:
+            if name not in _FILES or (inner is not None and (inner or name not in _LISTS)):
                 raise InvalidRequestError(cut(key, 40), "server.api_image")
             # Browsers send a file field that was left empty as a file without name and content.
             if value.filename or value.size:
@@ -367,6 +377,11 @@ def _add_text(values: dict[str, Any], name: str, inner: str | None, text: str) -
 
 def _add_file(files: dict[str, File], name: str, file: File) -> None:
     field = "image" if name == _REFERENCE else name
+    if name in _LISTS:
+        count = sum(field_of(key) == name for key in files)
+        if count == _LISTS[name]:
+            raise InvalidRequestError(name, "request.too_many_images", count=count + 1, most=count)
+        field = input_key(name, count)
     if field in files:
         alias = "image" if name == _REFERENCE else _REFERENCE
         raise InvalidRequestError(name, "server.api_excludes", name=name, other=alias)

@@ -15,12 +15,14 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import VideoSaved
 from runtime.core.images import ImageUse, parse_reference
-from runtime.core.request import GenerationRequest
+from runtime.core.request import FIELDS, GenerationRequest
+from runtime.core.request_fields import VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import check_offered
-from runtime.models.images import keep_image, with_images
+from runtime.models.images import keep_image
 from runtime.models.loras import loras_dir
+from runtime.models.requested import with_inputs
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import clip_of
 from runtime.queue.instances import is_alive
@@ -91,7 +93,7 @@ class Visitors:
         limits = limits_of(self._settings, spec)
         self._check_images(request, visitor)
         weights, cache = self._settings.weights_dir, self._settings.cache_dir
-        request = filled_in(request, with_images(spec, request, weights, cache), limits)
+        request = filled_in(request, with_inputs(spec, request, weights, cache), limits)
         check_request(request, limits)
         check_disk(free_disk_bytes(self._settings.outputs_dir))
         # One at a time, so that two simultaneous requests cannot both take the last place in the queue.
@@ -135,15 +137,13 @@ class Visitors:
         Raises:
             InvalidRequestError: for a path, another image, or a video.
         """
-        for field in ("extend", "video"):
-            if getattr(request, field) is not None:
-                raise InvalidRequestError(field, "server.visitor_video")
         with self._lock:
             digests = set(self._images.get(visitor, ()))
-        for field in ("image", "last_image"):
-            file = getattr(request, field)
-            reference = None if file is None else parse_reference(file)
-            if file is not None and (reference is None or reference.digest not in digests):
+        for field, file in request.files:
+            if isinstance(FIELDS[field], VideoFile):
+                raise InvalidRequestError(field, "server.visitor_video")
+            reference = parse_reference(file)
+            if reference is None or reference.digest not in digests:
                 raise InvalidRequestError(field, "server.visitor_image_unknown")
 
     def job(self, job_id: object, visitor: str) -> Job | None:

@@ -34,7 +34,12 @@ from runtime.upstream import gradio as private
 _MOST_UNREAD = 100
 _MOST_WHOLE = 10
 # Types of the lists and mappings in the endpoint's schema; null stands for the default.
-_TYPES: Mapping[str, Any] = {"backends": dict[str, str] | list[str] | None, "loras": list[str] | None}
+_TYPES: Mapping[str, Any] = {
+    "backends": dict[str, str] | list[str] | None,
+    "loras": list[str] | None,
+    "references": list[str] | None,
+    "control_scale": float | list[float] | None,
+}
 
 
 def submission(worker: JobQueue, models: dict[str, ModelSpec], default_model: str) -> Submit:
@@ -63,7 +68,7 @@ def endpoint(default_model: str) -> Callable[..., Any]:
         The parameters are the fields of a request, as in docs/commands.md. "auto" uses the model's default, and a
         random seed; negative_prompt null uses the model's own. backends selects what runs a component, as
         {"vae": "pytorch"} or ["vae=pytorch"], with "all" for every component; loras names files in the cache's
-        weights/loras, as ["style:0.8"]; image, last_image and video are uploads. The job continues when the stream is
+        weights/loras, as ["style:0.8"]; images and videos are uploads. The job continues when the stream is
         closed.
         """
         async for event in _events(

@@ -17,10 +17,12 @@ from runtime.core.request_fields import (
     Backends,
     Choice,
     ImageFile,
+    ImageFiles,
     Loras,
     Name,
     Number,
     Prompt,
+    Scales,
     StepCache,
     UpscalerName,
 )
@@ -81,6 +83,8 @@ def read(name: str, value: Any) -> Any:
             return _number(value, whole=True)
         case Loras():
             return _read_loras(value)
+        case ImageFiles():
+            return value.splitlines() if isinstance(value, str) else value
         case ImageFile():
             return None if value == "" else value
     return value
@@ -103,9 +107,18 @@ def shown(name: str, stored: Any) -> Any:
         value = GenerationRequest.model_fields[name].default
     if isinstance(declared, AttentionKernel | StepCache | UpscalerName):
         return value
+    if isinstance(declared, ImageFiles | Scales):
+        return stored_text(name, value)
     if isinstance(declared, ImageFile):
         return value or ""
     return "" if value in (None, AUTO) else f"{value:.17g}" if isinstance(value, int) else f"{value:.12g}"
+
+
+def stored_text(name: str, value: Any) -> str:
+    """Return the text of a hidden control for the value of its field; that of several files has one on each line."""
+    if isinstance(FIELDS[name], Scales):
+        return ", ".join(f"{scale:.12g}" for scale in value)
+    return "\n".join(value) if isinstance(value, tuple) else value or ""
 
 
 def shown_backends(stored: Any) -> dict[str, str]:
@@ -140,9 +153,8 @@ def check_copies(request: GenerationRequest) -> None:
     Raises:
         InvalidRequestError: for a path.
     """
-    for field in ("image", "last_image", "extend", "video"):
-        file = getattr(request, field)
-        if file is not None and parse_reference(file) is None:
+    for field, file in request.files:
+        if parse_reference(file) is None:
             raise InvalidRequestError(field, "form.image_is_path", file=file[:60])
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, FIELDS, FINISHERS, GenerationRequest
-from runtime.core.request_fields import AUTO, Number
+from runtime.core.request import COMPONENTS, CONTROL_FIELDS, FIELDS, FINISHERS, GenerationRequest
+from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
@@ -30,6 +30,8 @@ CUSTOM = "custom"
 # requests.
 SIZE_FROM = "size_from"
 FROM_IMAGE = "image"
+# The fields whose image or video the size can follow.
+_SIZED = ("image", "video", "control")
 NAMES = (
     *(
         control
@@ -123,7 +125,8 @@ def popovers(
         stored: dict[str, Any] = {"visible": "hidden", "label": FIELDS[name].label, "elem_id": f"stored-{name}"}
         default = GenerationRequest.model_fields[name].default
         number = isinstance(FIELDS[name], Number)
-        controls[name] = gr.Number(default, **stored) if number else gr.Textbox(default or "", **stored)
+        text = fields.stored_text(name, default)
+        controls[name] = gr.Number(default, **stored) if number else gr.Textbox(text, **stored)
     controls[SIZE_FROM] = gr.Textbox("", visible="hidden", label="Size from", elem_id=f"stored-{SIZE_FROM}")
     with _popover("size"):
         sizes = gr.HTML(**values["sizes"], elem_id="size", apply_default_css=False)
@@ -284,6 +287,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
+            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, "control_scale")),
         )
         if not there
     }
@@ -392,7 +396,7 @@ def filled(
     if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
         values["gpus"]["value"] = str(stored["gpus"])
     from_image = stored.get(SIZE_FROM) == FROM_IMAGE or AUTO in (stored.get("width"), stored.get("height"))
-    has_input = any(values[name].get("value") for name in ("image", "video"))
+    has_input = any(values[name].get("value") for name in _SIZED)
     values[SIZE_FROM]["value"] = FROM_IMAGE if from_image and has_input else ""
     values |= _filled_backends(stored, values, preset)
     return values
@@ -462,7 +466,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["extend"] = None
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
-    if (request["image"], request["video"]) != (None, None) and size_from == FROM_IMAGE:
+    if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):
         request["width"] = request["height"] = AUTO
     for name, value in request.items():
         if value is None and isinstance(FIELDS[name], Number) and name != "shift":
@@ -484,7 +488,8 @@ def read_basics(values: Sequence[Any], models: dict[str, ModelSpec]) -> Generati
         raise InvalidRequestError("form", "form.incomplete")
     defaults = {name: str(info.default) for name, info in GenerationRequest.model_fields.items() if name not in BASIC}
     settings = dict.fromkeys(NAMES, AUTO) | defaults | {"loras": ""} | dict(zip(BASIC_NAMES, values, strict=True))
-    settings["video"] = ""  # visitors have no place for it
+    # Visitors have no places for videos.
+    settings |= {name: "" for name, declared in FIELDS.items() if isinstance(declared, VideoFile)}
     return read([settings[name] for name in NAMES], models)
 
 

@@ -12,8 +12,8 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
-from runtime.core.request import BACKENDS, FIELDS, OFF, STRENGTH
-from runtime.core.request_fields import AUTO, Choice, Loras, StepCache
+from runtime.core.request import BACKENDS, CONTROL_SCALE, FIELDS, OFF, STRENGTH
+from runtime.core.request_fields import AUTO, Choice, ImageFiles, Loras, Scales, StepCache
 from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
 from runtime.queue import storage
@@ -36,7 +36,9 @@ FILTERS: Mapping[str, str] = {
 # Ages in days of which jobs can be deleted together.
 AGES = (7, 30, 90, 365)
 # Videos of earlier versions have no value for these fields.
-_DEFAULTS_OF_NEWER: Mapping[str, Any] = {"upscaler": AUTO, "strength": STRENGTH, "stages": "1"}
+_DEFAULTS_OF_NEWER: Mapping[str, Any] = {
+    "upscaler": AUTO, "strength": STRENGTH, "stages": "1", "references": (), "control_scale": CONTROL_SCALE,
+}  # fmt: skip
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48
 _MAX_SEARCH, _MAX_PAGES = 200, 10_000
@@ -462,6 +464,8 @@ def _value(clip: Clip, name: str) -> str:
     declared = FIELDS.get(name)
     if isinstance(declared, Loras):
         return fields.loras_text(value).replace("\n", ", ") or "none"
+    if isinstance(declared, ImageFiles | Scales):
+        return str(fields.shown(name, value)).replace("\n", ", ") or "none"
     if isinstance(declared, Choice | StepCache) and (value is None or value in declared.choices):
         return declared.choices[value or next(iter(declared.choices))]
     if name == "shift" and value is None:

@@ -16,8 +16,9 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import PREFIX, ImageUse, InputFile
-from runtime.core.request import FIELDS
+from runtime.core.images import PREFIX, ImageUse, InputFile, field_of
+from runtime.core.request import CONTROL_FIELDS, FIELDS
+from runtime.core.request_fields import VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
 from runtime.models import extended
@@ -41,7 +42,7 @@ _QUALITY = 85
 
 
 def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: bool = True) -> str:
-    """Return the places that a model has: for the first image, for the last one, and for a video.
+    """Return the places that a model has: for the first image, for the last one, and for videos and reference images.
 
     Args:
         models: what the page offers, by name.
@@ -58,6 +59,9 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
     takes_video = videos and spec.video_input is not None
     if takes_video:
         places.append((FIELD, FIELDS[FIELD].label, False))
+    if spec.control_input is not None:
+        steering = [name for name in CONTROL_FIELDS if videos or not isinstance(FIELDS[name], VideoFile)]
+        places += [(name, FIELDS[name].label, False) for name in steering]
     return render(
         "images.html",
         model=spec.name,
@@ -65,7 +69,9 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         able=[[model.name, model.title] for model in models.values() if model.image_input is not None],
         most=MAX_FILE_BYTES,
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
+        takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
+        control_scale=FIELDS["control_scale"] if spec.control_input is not None else None,
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )
@@ -227,12 +233,12 @@ def used_images(inputs: Mapping[str, InputFile], *, pictures: bool = True) -> li
     """Return the images and the video of a job.
 
     Args:
-        inputs: by the request's field.
+        inputs: see `ResolvedRequest.inputs`.
         pictures: whether they are shown.
     """
     return [
-        UsedImage(FIELDS[field].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
-        for field, use in inputs.items()
+        UsedImage(FIELDS[field_of(key)].label, use.name, _small_picture(use, use.path.exists()) if pictures else "")
+        for key, use in inputs.items()
     ]
 
 

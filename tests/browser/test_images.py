@@ -49,10 +49,14 @@ SHOWN = """(image) => {
 
 @pytest.fixture(scope="module")
 def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a web app with three tiny models: from text, from an optional image, and from two images."""
+    """Return a web app with four tiny models: from text, an optional image, two images, and a control video."""
     cache = make_cache(tmp_path_factory.mktemp("images"))
     text = cache / "weights" / "tiny"
-    for name, architecture in (("first", "wan2.2-ti2v-5b"), ("both", "wan2.2-i2v-a14b")):
+    for name, architecture in (
+        ("first", "wan2.2-ti2v-5b"),
+        ("both", "wan2.2-i2v-a14b"),
+        ("steered", "wan2.1-vace"),
+    ):
         model = tiny_models.build(architecture, cache / "weights" / name)
         sidecar = json.loads((text / "tandem.json").read_text(encoding="utf-8"))
         channels = 48 if architecture == "wan2.2-ti2v-5b" else 16
@@ -382,6 +386,52 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
         popover, bar = page.locator("#pop-images").bounding_box(), page.locator("#bar").bounding_box()
         assert popover["y"] >= 0 and popover["y"] + popover["height"] <= bar["y"]
     assert page.complaints == []
+
+
+def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
+    open_page: OpenPage, able: Server, tmp_path: Path
+) -> None:
+    page = open_page(PHONE, url=able.url)
+    source = ("-f", "lavfi", "-i", "testsrc=size=64x96:rate=8:duration=1")
+    clip = make(tmp_path / "depth.webm", "-c:v", "libvpx", inputs=source)
+    select_model(page, "Steered")
+    page.wait_for_selector("[data-chip=images]:text-is('+ Control video or images')")
+    open_chip(page, "images")
+    assert not page.is_visible("#images [data-place=mask]") and not page.is_visible("#control-scale")
+    page.keyboard.press("Escape")
+    hand(page, given(clip.read_bytes(), "depth.webm", "video/webm"))
+    chosen(page, "depth.webm, 1.0 s", "control")
+    size(page, "32 × 48")
+    assert value(page, "frames") == 5
+    page.set_input_files("#pick-mask", clip)
+    chosen(page, "depth.webm, 1.0 s", "mask")
+    hand(page, file(40, 30, "boat.png"), place="#images [data-place=references]")
+    chosen(page, "boat.png", "references")
+    page.set_input_files(
+        "#pick-references", {"name": "sea.png", "mimeType": "image/png", "buffer": encoded(picture(30, 30))}
+    )
+    chosen(page, "boat.png, sea.png", "references")
+    page.fill("#control-scale", "1, 0.5")
+    assert serious_issues(page) == []
+    assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    page.keyboard.press("Escape")
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    with closing(JobStore(able.cache_dir / NAME)) as store:
+        made = store.get(page.get_attribute("#status .status", "data-job")).output
+    request = read_metadata(made)["request"]
+    assert (request["control_scale"], len(request["references"]), request["width"]) == ([1, 0.5], 2, 32)
+    other = open_page(url=able.url)
+    hand(other, given(made.read_bytes(), "mine.mp4"))
+    open_chip(other, "images")
+    chosen(other, "depth.webm, 1.0 s", "control")
+    chosen(other, "boat.png, sea.png", "references")
+    assert other.input_value("#control-scale") == "1, 0.5"
+    other.click("[data-clear=control]")
+    other.wait_for_selector("#images [data-place=control] .what:text-is('or drop it here')")
+    assert value(other, "mask") != "" and other.is_visible("#images [data-place=mask]")
+    assert page.complaints == [] and other.complaints == []
 
 
 def test_a_video_is_dropped_changed_and_restored(open_page: OpenPage, able: Server, tmp_path: Path) -> None:

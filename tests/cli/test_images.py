@@ -166,6 +166,56 @@ def test_a_job_keeps_its_image(
     assert again["plan"]["images"] == made["plan"]["images"]
 
 
+def test_control_videos_are_refused_planned_and_followed(
+    tiny: Tiny,
+    cache_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clip = make(tmp_path / "clip.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=24:duration=0.5"))
+    (tmp_path / "text.mp4").write_text("a boat")
+    control, image = ["--control", str(clip)], str(saved(tmp_path / "boat.png"))
+    other = {"field": "control", "model": "Diorama"}
+    check_refusals([(["--control", "none.mp4"], "control.model_without", other)], capsys, subtests, ["plan", "a boat"])
+    made = tiny("wan2.1-vace")
+    made = replace(made, defaults=replace(made.defaults, width=64, height=32))
+    for name in ("find", "look_up"):
+        monkeypatch.setattr(requested, name, lambda *_: made)
+    check_refusals(
+        [
+            (["--control", str(tmp_path / "text.mp4")], "source.no_video", {"field": "control", "file": "text.mp4"}),
+            (["--mask", str(clip)], "control.mask_alone", {"field": "mask"}),
+            ([*control, "--control-scale", "1,2,3"], "control.scales", {"field": "control_scale", "blocks": 2}),
+            ([*control, "--control-scale", "much"], "request.not_a_number", {"field": "control_scale"}),
+            ([*control, "--control-scale", "9"], "request.out_of_range", {"field": "control_scale"}),
+            ([*control, "--frames", "25"], "planner.video_too_short", {"field": "frames", "frames": 8, "able": 5}),
+            (["--reference", str(clip)], "image.format_unknown", {"field": "references", "file": "clip.mp4"}),
+            (["--reference", image] * 9, "request.too_many_images", {"field": "references", "count": 9}),
+            ([*control, "--gpus", "2"], "family.option_unsupported", {"field": "gpus"}),
+        ],
+        capsys,
+        subtests,
+        ["plan", "a boat"],
+    )
+    arguments = ["a boat", *control, "--mask", str(clip), "--reference", image, "--reference", image, *SMALL]
+    arguments += ["--control-scale", "1,0.5"]
+    planned = answered(["plan", *arguments, "--backend", "transformer=onnxruntime"], capsys)
+    assert planned["plan"]["latent_shape"] == [1, 16, 4, 4, 8]
+    assert planned["plan"]["components"]["transformer"]["backend"] == "pytorch"
+    assert [*planned["plan"]["control"]] == ["control", "mask", "references[0]", "references[1]"]
+    assert not images_dir(cache_dir).exists()
+    saved_video = answered(["generate", *arguments], capsys)
+    clip.unlink()
+    (job,) = open_store(cache_dir).list()
+    assert job.request["references"] == saved_video["request"]["references"]
+    assert saved_video["request"]["control_scale"] == [1, 0.5]
+    named = ["--control", job.request["control"], "--mask", job.request["mask"]]
+    again = answered(["generate", "a boat", *named, *arguments[5:]], capsys)
+    assert again["request"] == saved_video["request"] and Path(again["video"]).is_file()
+
+
 def test_a_video_is_refused_planned_and_changed(
     spec: ModelSpec, cache_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:

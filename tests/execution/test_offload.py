@@ -304,8 +304,8 @@ def test_weights_are_on_the_device_when_a_section_is_made(tmp_path: Path, readin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
-def test_weights_are_on_the_device_when_video_and_sound_are_made(
+@pytest.mark.parametrize("architecture", [*LTX2_ARCHITECTURES, "wan2.1-vace"])
+def test_weights_are_on_the_device_in_whole_jobs(
     architecture: str, tiny: Callable[[str], ModelSpec], tmp_path: Path, reading: Reading
 ) -> None:
     spec = tiny(architecture)

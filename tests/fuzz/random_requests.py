@@ -74,6 +74,10 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "extend": (None, IMAGE),
     "video": (None, IMAGE),
     "strength": (0.6, st.sampled_from([0.6, 1, 0, "auto", 1.5]) | JSON),
+    "control": (None, IMAGE),
+    "mask": (None, IMAGE),
+    "references": (None, IMAGE | st.lists(IMAGE, max_size=9)),
+    "control_scale": ("1", st.sampled_from([1, "1, 0.5", [0.5, 2], [], "", 5, -1, "1,", [[1]]]) | JSON),
     "sound": ("on", st.sampled_from(["on", "off", "lossless", True, ""]) | JSON),
     "image_position": ("center", st.sampled_from(["center", "top", "0.2,0.8"]) | JSON),
 }

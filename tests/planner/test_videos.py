@@ -1,6 +1,7 @@
 """Sizes, lengths and steps that follow from a video, what is refused, and forecasts."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,54 @@ def test_a_size_follows_from_the_videos_proportions(video: VideoUse, size: tuple
     assert (made.width, made.height) == size
     cut = plan(tiny("wan2.1"), video.replace(width=100, height=300), frames=9, width=832, height=480)
     assert "planner.video_cut" in {fact.code for fact in cut.warnings}
+
+
+def steered(spec: ModelSpec, control: VideoUse, mask: VideoUse | None, **values: Any) -> ExecutionPlan:
+    files = {"control": control.reference, "mask": None if mask is None else mask.reference}
+    request = GenerationRequest.from_mapping({"prompt": "a boat", "seed": 1, **files, **values})
+    spec = replace(spec, control=control, mask=mask)
+    return resolve(request, spec, PlanningContext(machine(ram_free_gib=400), Path("x.mp4")))
+
+
+@pytest.mark.parametrize(
+    ("control", "mask", "asked", "frames"),
+    [
+        (use(), None, {}, 81),
+        (use(), use(40, 2.5), {}, 37),
+        (use(40, 2.5), use(), {}, 37),
+        (use(), use(36, 31.0), {"seconds": 2.0}, 33),
+        (use(), use(), {"frames": 121}, 121),
+    ],
+)
+def test_the_shorter_of_control_video_and_mask_limits_the_length(
+    control: VideoUse, mask: VideoUse | None, asked: dict[str, Any], frames: int, tiny: Tiny
+) -> None:
+    made = steered(tiny("wan2.1-vace"), control, mask, **asked)
+    assert (made.frames, made.width, made.height) == (frames, 832, 480)
+    with pytest.raises(InvalidRequestError) as refused:
+        steered(tiny("wan2.1-vace"), control, use(40), frames=41)
+    assert (refused.value.code, refused.value.data["able"]) == ("planner.video_too_short", 37)
+
+
+def test_the_size_follows_from_the_control_video_and_cuts_are_reported(tiny: Tiny) -> None:
+    high = use(width=480, height=832)
+    made = steered(tiny("wan2.1-vace"), high, None, frames=9)
+    assert (made.width, made.height) == (480, 832)
+    cut = steered(tiny("wan2.1-vace"), high, None, frames=9, width=832, height=480)
+    assert "planner.video_cut" in {fact.code for fact in cut.warnings}
+    part = made.components[VAE_ENCODER]
+    assert [reason.code for reason in part.reasons][-1] == "planner.no_video_engines"
+
+
+def test_memory_counts_the_control_branch(tiny: Tiny) -> None:
+    spec, plain = look_up("wan2.1-vace-14b", Path()), look_up("wan2.1-t2v-14b", Path())
+    tokens = spec.tokens(81, 480, 832)
+    own, usual = (memory_model.denoise_bytes(model, tokens, "bfloat16") for model in (spec, plain))
+    assert own - usual == 2 * tokens * 2 * 5120
+    assert spec.parameters["transformer"] - plain.parameters["transformer"] > 3e9
+    assert spec.transformer.forward_flops(tokens, 512) / plain.transformer.forward_flops(tokens, 512) == pytest.approx(
+        1.2, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
 from tests.queue.samples import add_job
 from tests.sounds import heard, loudness, pitch, sound_in, tone, write_clip
+from tests.tiny_models import build
 from tests.video.test_reader import H264, make
 from tests.waiting import until
 
@@ -45,6 +46,7 @@ SMALL = {"prompt": "a red boat", "steps": 2, "seed": 5}
 @pytest.fixture(scope="module")
 def server(api: App) -> App:
     save_safetensors(api.cache_dir / "weights" / "upscalers" / "small.safetensors", COMPACT_CONFIG)
+    build("wan2.1-vace", api.cache_dir / "weights" / "steered")
     return api
 
 
@@ -197,6 +199,44 @@ def test_a_video_in_a_form_or_as_a_data_url_is_changed(http: httpx.Client, tmp_p
     data = base64.b64encode(clip.read_bytes()).decode()
     made = create(http, None, **fields, video={"video_url": f"data:video/mp4;base64,{data}"})
     http.delete(f"v1/videos/{made['id']}")
+
+
+def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: httpx.Client, tmp_path: Path) -> None:
+    noise = ("-f", "lavfi", "-i", "testsrc=size=64x32:rate=16:duration=0.6")
+    clip = make(tmp_path / "depth.mp4", *H264, inputs=noise)
+    image = saved(tmp_path / "boat.png", 40, 30)
+    fields = {"prompt": "a red boat", "model": "steered", "size": "64x32", "steps": "1", "guidance_scale": "1"}
+    video = (clip.name, clip.read_bytes(), "video/mp4")
+    files: list[Any] = [("control", video), ("mask", video)]
+    files += [(name, (image.name, image.read_bytes(), "image/png")) for name in ("references", "references[]")]
+    answer = http.post("v1/videos", data={**fields, "control_scale": "1, 0.5"}, files=files)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["frames"] == 9
+    assert ended(http, answer.json()["id"])["status"] == "completed"
+    (tmp_path / "v.mp4").write_bytes(http.get(f"v1/videos/{answer.json()['id']}/content").content)
+    request = read_metadata(tmp_path / "v.mp4")["request"]
+    assert (request["control"][-10:], request["mask"][-10:]) == ("/depth.mp4", "/depth.mp4")
+    assert [name[-9:] for name in request["references"]] == ["/boat.png"] * 2 and request["control_scale"] == [1, 0.5]
+    picture = {"image_url": f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode()}"}
+    steering = {"video_url": f"data:video/mp4;base64,{base64.b64encode(clip.read_bytes()).decode()}"}
+    made = create(http, None, **fields, control=steering, references=[picture, picture], control_scale=0.5)
+    http.delete(f"v1/videos/{made['id']}")
+    for values, param, code in (
+        ({"references": [picture] * 9}, "references", "request.too_many_images"),
+        ({"references": ["/etc/passwd"]}, "references", "server.api_image"),
+        ({"references": picture["image_url"]}, "references", "server.api_image"),
+        ({"mask": steering}, "mask", "control.mask_alone"),
+        ({"control": picture}, "control", "server.api_video"),
+        ({"control": {"video_url": "data:video/mp4;base64,AAAA"}}, "control", "source.no_video"),
+        ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
+        ({"control_scale": "much"}, "control_scale", "request.not_a_number"),
+        ({"control": steering, "model": "diorama"}, "control", "control.model_without"),
+        ({"video": steering}, "video", "source.model_without"),
+        ({"gpus": 2}, "gpus", "family.option_unsupported"),
+    ):
+        refused = http.post("v1/videos", json={**fields, **values})
+        error = refused.json()["error"]
+        assert (refused.status_code, error["param"], error["code"]) == (400, param, code), refused.text
 
 
 def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -> None:

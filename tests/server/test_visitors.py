@@ -207,6 +207,13 @@ def test_a_visitor_starts_a_video_from_their_own_uploads_only(able: Visitors, tm
             with pytest.raises(InvalidRequestError) as refused:
                 able.submit(long(model="able", **{"image": own if visitor == anna else None, field: file}), visitor)
             assert (refused.value.field, refused.value.code) == (field, "server.visitor_image_unknown")
+    for field in ("control", "mask"):
+        with pytest.raises(InvalidRequestError) as refused:
+            able.submit(long(model="able", **{field: own}), anna)
+        assert (refused.value.field, refused.value.code) == (field, "server.visitor_video")
+    with pytest.raises(InvalidRequestError) as refused:
+        able.submit(long(model="able", references=[own, owners.reference]), anna)
+    assert (refused.value.field, refused.value.code) == ("references", "server.visitor_image_unknown")
     job = able.submit(long(model="able", image=own, steps=1), anna)
     assert end_of(job) == "done"
     assert job.plan.image is not None and job.plan.image.reference == own

@@ -13,7 +13,7 @@ from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.request import AUTO, COMPONENTS, GenerationRequest
 from runtime.models.catalogue import find, known_as, look_up
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import ControlInput, ModelSpec
 from runtime.ui import fields, form, make_tab, theme
 from tests.image_files import taking_images
 
@@ -68,6 +68,10 @@ GOOD: dict[str, Any] = {
     "extend": "",
     "video": "",
     "strength": 0.6,
+    "control": "",
+    "mask": "",
+    "references": "",
+    "control_scale": "1",
     "sound": "on",
     "size_from": "",
 }
@@ -98,6 +102,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
+    read_values |= {"control": None, "mask": None, "references": (), "control_scale": (1.0,)}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
@@ -367,6 +372,29 @@ def test_images_are_read_for_models_that_take_them(able: dict[str, ModelSpec], m
     assert form.read_basics([(GOOD | video)[name] for name in form.BASIC_NAMES], models).video is None
 
 
+def test_control_videos_are_read_for_models_that_they_steer(
+    models: dict[str, ModelSpec], tiny: Callable[[str], ModelSpec]
+) -> None:
+    steered = {"wan2.1-vace": tiny("wan2.1-vace"), **models}
+    given = {"control": IMAGE, "mask": IMAGE, "references": f"{IMAGE}\n{IMAGE}", "control_scale": "1, 0.5"}
+    request = read(steered, model="wan2.1-vace", size_from="image", width=None, **given)
+    assert (request.control, request.mask, request.references) == (IMAGE, IMAGE, (IMAGE, IMAGE))
+    assert (request.control_scale, request.width) == ((1.0, 0.5), AUTO)
+    restored = form.filled(request.to_json(), steered)
+    assert {name: restored[name]["value"] for name in given} == given
+    assert restored["size_from"]["value"] == "image"
+    # The form shows no place for what a model does not take.
+    other = read(steered, **given)
+    assert (other.control, other.mask, other.references, other.control_scale) == (None, None, (), (1.0,))
+    # Videos are not for visitors.
+    basics = form.read_basics([(GOOD | given | {"model": "wan2.1-vace"})[name] for name in form.BASIC_NAMES], steered)
+    assert (basics.control, basics.mask, basics.references) == (None, None, (IMAGE, IMAGE))
+    with pytest.raises(InvalidRequestError) as refused:
+        read(steered, model="wan2.1-vace", control_scale="much")
+    assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_a_number")
+    assert form.filled(GOOD | {"control_scale": "much"}, steered)["control_scale"]["value"] == "1"
+
+
 def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSpec]) -> None:
     as_image = read(able, image=IMAGE, size_from="image", width=None)
     assert (as_image.width, as_image.height) == (AUTO, AUTO)
@@ -381,7 +409,12 @@ def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSp
 
 @pytest.mark.parametrize("value", ["/etc/passwd", "sha256:12", 12, [], {}, "a\nb"])
 def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
-    for field in ("image", "last_image", "extend", "video"):
+    video_input = able["wan2.1"].video_input
+    assert video_input is not None
+    able["wan2.1"] = replace(able["wan2.1"], control_input=ControlInput(vae=video_input, blocks=2))
+    for field in ("image", "last_image", "extend", "video", "control", "mask", "references"):
+        if field == "references" and value == []:
+            continue  # no images
         with pytest.raises(InvalidRequestError) as refused:
             read(able, model="wan2.1", **({"image": IMAGE} | {field: value}))
         assert refused.value.field == field

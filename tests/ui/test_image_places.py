@@ -57,6 +57,12 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     assert required.count("data-place") == 3 and required.count('aria-required="true"') == 2
     for last in ("optional", "keyframe"):
         assert places(last=last).count("data-place") == 3 and "required" not in places(last=last)
+    steered = tiny("wan2.1-vace")
+    everything, visitors = places_html(steered, {}), places_html(steered, {}, videos=False)
+    assert re.findall('data-place="([a-z]+)"', everything) == ["control", "mask", "references"]
+    assert everything.count('accept="video/*,.mkv"') == 2 and 'id="control-scale"' in everything
+    assert re.findall('data-place="([a-z]+)"', visitors) == ["references"]
+    assert 'id="control-scale"' not in places_html(tiny("wan2.1"), {})
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
 
 

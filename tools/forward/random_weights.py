@@ -17,8 +17,8 @@ import torch
 from runtime.core.plan import ComponentPlan
 from runtime.models import quantization
 from runtime.models.catalogue import known_models
-from runtime.models.registry import components_of
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.stored_modules import module_class
 from runtime.upstream.diffusers import kept_in_float32
 
 _BIAS = 0.02
@@ -52,7 +52,7 @@ def random_module(spec: ModelSpec, name: str, part: ComponentPlan, device: str |
         ValueError: for a quantization that needs files.
     """
     config = json.loads((spec.directory / name / "config.json").read_text(encoding="utf-8"))
-    kind: Any = components_of(spec.family).MODULES[name]
+    kind: Any = module_class(spec, name)
     with torch.device("meta"):
         made = kind.from_config(config)
     target, dtype = device or part.device, getattr(torch, part.dtype)

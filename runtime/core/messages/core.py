@@ -74,6 +74,10 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "request.unknown_backend": Message("Unknown backend {backend}.", "Select one of {choices:list}."),
     # Images, LoRAs and the step cache.
+    "request.scales": Message(
+        "{field:setting} is {value}.", "Give a number, or up to {most} numbers with commas between them."
+    ),
+    "request.too_many_images": Message("{field:setting} has {count} images.", "Give at most {most}."),
     "request.image_file": Message(
         "{field:setting} is not a file's name: {value}.", "Give the path of an image, such as a PNG or JPEG."
     ),

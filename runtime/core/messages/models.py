@@ -324,6 +324,21 @@ _VIDEOS: Mapping[str, Message] = {
         "{field:setting} is {value}; the video {video} has {able}, and its continuation too.",
         "Use {able}, or leave it out.",
     ),
+    "control.model_without": Message(
+        "{field:setting} is given; {model} is not steered by control videos, masks or reference images.",
+        "Select one of {models:list}.",
+    ),
+    "control.no_model": Message(
+        "{field:setting} is given; {model} is not steered by control videos, masks or reference images.",
+        "Leave {field:setting} out, or install a model with a control branch, such as Wan2.1 VACE.",
+    ),
+    "control.mask_alone": Message(
+        "A mask shows where a control video changes, and there is none.", "Give one with {set[control]}."
+    ),
+    "control.scales": Message(
+        "{set[control_scale]} has {count} numbers; {model} has {blocks:n block} that read control videos.",
+        "Give one number, or {blocks}.",
+    ),
     "source.with_image": Message(
         "A video starts from an image or from a video, not from both.", "Leave one of them out."
     ),

@@ -49,10 +49,16 @@ OUTSIDE = {
     "head.head": "proj_out",
     "head.modulation": "scale_shift_table",
 }
-NAMES = LoraNames(blocks=[Blocks("blocks", "blocks", IN_BLOCKS)], outside=OUTSIDE)
+# VACE's control blocks have projections more, and read latents through a layer of their own.
+IN_CONTROL_BLOCKS = {**IN_BLOCKS, "before_proj": "proj_in", "after_proj": "proj_out"}
+_CONTROL_EMBEDDING = "vace_patch_embedding"
+NAMES = LoraNames(
+    blocks=[Blocks("blocks", "blocks", IN_BLOCKS), Blocks("vace_blocks", "vace_blocks", IN_CONTROL_BLOCKS)],
+    outside={**OUTSIDE, _CONTROL_EMBEDDING: _CONTROL_EMBEDDING},
+)
 # Layers of the attention to the image, of Wan2.1's models for images.
 _IMAGE_ATTENTION = frozenset({"attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k"})
-_BLOCK = re.compile(r"blocks\.([0-9]+)\.(.+)")
+_BLOCK = re.compile(r"(vace_)?blocks\.([0-9]+)\.(.+)")
 # LoRAs from step distillation are identified by their names.
 _LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
 # lightx2v's for its four-step LoRAs, of both generations of the model ("sample_shift" in
@@ -72,8 +78,9 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
     A norm's weight has one axis; modulation and positions are bare parameters.
     """
     transformer: Any = spec.transformer
-    width, ffn_width, patch = transformer.width, transformer.ffn_dim, prod(transformer.patch_size)
+    width, patch = transformer.width, prod(transformer.patch_size)
     image = transformer.image_dim
+    controls = len(getattr(transformer, "vace_layers", ()))
     block = _BLOCK.match(module)
     if block is None:
         if module.startswith(IMAGE_EMBEDDER) and (
@@ -94,11 +101,20 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
             f"{IMAGE_EMBEDDER}.pos_embed": (1, transformer.pos_embed_seq_len, image),
             "proj_out": (spec.vae.z_dim * patch, width),
             "scale_shift_table": (1, 2, width),
+            _CONTROL_EMBEDDING: (width, transformer.vace_in_channels, *transformer.patch_size) if controls else ABSENT,
         }.get(module)
-    if int(block[1]) >= transformer.num_layers:
+    if block[1] and not controls:
+        return ABSENT
+    number, name = int(block[2]), block[3]
+    if number >= (controls if block[1] else transformer.num_layers) or (name == "proj_in" and number > 0):
         return None
-    name = block[2]
-    if name in _IMAGE_ATTENTION and image is None:
+    return _shape_in_block(transformer, name)
+
+
+def _shape_in_block(transformer: Any, name: str) -> tuple[int | None, ...] | None:
+    """Return the shape of the weight of a module in a block."""
+    width, ffn_width = transformer.width, transformer.ffn_dim
+    if name in _IMAGE_ATTENTION and transformer.image_dim is None:
         return ABSENT
     if name.endswith(("norm_q", "norm_k", "norm_added_k", "norm2")):
         return (width,)

@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
 from runtime.families.wan.part_files import weights
+from runtime.families.wan.transformer_spec import TransformerSpec, VaceTransformerSpec, transformer_spec
 from runtime.models.folder import (
     count_parameters,
     has_component,
@@ -32,6 +33,7 @@ from runtime.models.registry import Family, FileSigns, KnownModel, PartFiles, Si
 from runtime.models.spec import (
     IMAGE_ENCODER,
     VAE_ENCODER,
+    ControlInput,
     Defaults,
     ImageInput,
     ModelSpec,
@@ -71,73 +73,6 @@ NEGATIVE_PROMPT = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerSpec:
-    """Architecture of a `diffusers.WanTransformer3DModel`, with the names of its config."""
-
-    num_layers: Annotated[int, up_to(512)]
-    num_attention_heads: Annotated[int, up_to(1_024)]
-    attention_head_dim: Annotated[int, up_to(1_024)]
-    ffn_dim: Annotated[int, up_to(1_000_000)]
-    in_channels: Annotated[int, up_to(4_096)]
-    text_dim: Annotated[int, up_to(65_536)]
-    patch_size: tuple[Annotated[int, up_to(64)], Annotated[int, up_to(64)], Annotated[int, up_to(64)]]
-    # diffusers' default, if the configuration has none.
-    rope_max_seq_len: Annotated[int, up_to(65_536)] = 1024
-    # Only of models that attend to CLIP's embeddings of images: their width, and their tokens if two images are given.
-    image_dim: Annotated[int, up_to(65_536)] | None = None
-    pos_embed_seq_len: Annotated[int, up_to(65_536)] | None = None
-
-    @property
-    def width(self) -> int:
-        """Channels of a token."""
-        return self.num_attention_heads * self.attention_head_dim
-
-    @property
-    def rotation_values(self) -> int:
-        """Numbers of a token in the tables of the rotary embedding."""
-        return 2 * self.attention_head_dim
-
-    def forward_flops(self, tokens: int, text_tokens: int) -> float:
-        """Return the operations (two per multiply-add) of one forward pass, batch 1."""
-        self_attention = 8 * tokens * self.width**2 + 4 * tokens**2 * self.width
-        cross_attention = 4 * (tokens + text_tokens) * self.width**2 + 4 * tokens * text_tokens * self.width
-        feed_forward = 4 * tokens * self.width * self.ffn_dim
-        return float(self.num_layers * (self_attention + cross_attention + feed_forward))
-
-    def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
-        """Return the peak memory of one forward pass in bytes, weights excluded; attention stores no matrix.
-
-        The peak is in a block, at one of four moments. In units of tokens × width: the feed-forward's activation
-        (input, stream, cross-attention's output, norm, and the inner layer twice); the gated sum after it (five of
-        these, and product, sum and, unless the model is in float32, the stream once more, all in float32); the
-        rotary embedding in float32 within self-attention; and, with a timestep per token (`time_per_token`), the start,
-        where the modulation's six vectors are cast and summed in float32. These remain until the end of the block.
-
-        Source: diffusers' `WanTransformerBlock`; within 3 % of the memory measured on an H200.
-        """
-        e, width = element_bytes, self.width
-        lifted = 0 if element_bytes == _FLOAT32 else _FLOAT32
-        feed_forward = 4 * e * width + 2 * e * self.ffn_dim
-        gated_sum = 5 * e * width + (3 if lifted else 2) * _FLOAT32 * width
-        rotary = 7 * e * width + 6 * width
-        modulation = 6 * _FLOAT32 * width if time_per_token else 0
-        start = e * width + (6 * lifted * width if time_per_token else 0)
-        timestep = 7 * e * width if time_per_token else 0
-        rotations = _FLOAT32 * self.rotation_values
-        return tokens * (max(feed_forward, gated_sum, rotary, start) + modulation + timestep + rotations)
-
-    @property
-    def block_parameters(self) -> int:
-        """Number of weights in the linear layers of all blocks, which quantization and offload apply to."""
-        return self.num_layers * self.largest_block_parameters
-
-    @property
-    def largest_block_parameters(self) -> int:
-        """Number of weights in the linear layers of a block."""
-        return 8 * self.width**2 + 2 * self.width * self.ffn_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +268,6 @@ class _ImageEncoder:
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
-_TRANSFORMER = TypeAdapter(TransformerSpec)
 _VAE = TypeAdapter(VaeSpec)
 _TEXT_ENCODER = TypeAdapter(_TextEncoder)
 _ENCODER = TypeAdapter(_Encoder)
@@ -395,7 +329,7 @@ class WanFamily(Family):
     distilled_shift = staticmethod(lora_names.DISTILLED.shift)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
-        """Read a model folder, as `save_pretrained` of `WanPipeline` or `WanImageToVideoPipeline` writes it.
+        """Read a model folder, as `save_pretrained` of a Wan pipeline in `registry.FAMILIES` writes it.
 
         Raises:
             ModelError: if it is incomplete, damaged or invalid.
@@ -439,6 +373,7 @@ class WanFamily(Family):
         transformer = transformer_spec(dict(model.configs["transformer"]))
         encoder = model.configs.get("image_encoder")
         image_input = _image_input(transformer, vae, encoder, expand_timesteps=model.expand_timesteps)
+        control_input = _control_input(transformer, vae)
         card = card_defaults(vae, model.experts, image_input)
         return ModelSpec(
             transformer=transformer,
@@ -449,8 +384,10 @@ class WanFamily(Family):
             expand_timesteps=model.expand_timesteps,
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             encoders={"text_encoder": _TEXT_ENCODER.validate_python(model.configs["text_encoder"]).spec},
-            programs=_programs(model.experts, image_input),
+            programs=_programs(model.experts, image_input, control_input),
             image_input=image_input,
+            control_input=control_input,
+            unsupported=_unsupported(control_input),
             video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
@@ -474,7 +411,8 @@ def _spec(
     Args:
         described: the fields of the spec that are not in diffusers' configurations.
     """
-    programs = _programs(len(configs.experts), configs.image_input)
+    control_input = _control_input(configs.transformer, configs.vae)
+    programs = _programs(len(configs.experts), configs.image_input, control_input)
     if VAE_ENCODER in programs and "vae" in files:
         files = {**files, VAE_ENCODER: files["vae"]}
     of_files = {**files, VAE_ENCODER: files["vae"]} if "vae" in files else files
@@ -499,6 +437,8 @@ def _spec(
         encoders={"text_encoder": configs.text_encoder},
         programs=programs,
         image_input=configs.image_input,
+        control_input=control_input,
+        unsupported=_unsupported(control_input),
         video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
         flow_shift=configs.flow_shift,
@@ -637,12 +577,35 @@ def _video_input(transformer: TransformerSpec, vae: VaeSpec, parameters: Mapping
 
     Such a model denoises latents without those of images beside them.
     """
+    if isinstance(transformer, VaceTransformerSpec):
+        return None  # it is steered by one instead
     return vae if VAE_ENCODER in parameters and transformer.in_channels == vae.z_dim else None
 
 
-def _programs(experts: int, image_input: ImageInput | None) -> dict[str, tuple[str, ...]]:
-    """Return the programs by component; both experts have one architecture, so one program serves them."""
+def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput | None:
+    """Return how a model is steered by a control video, as `WanVACEPipeline` does; `None` if it cannot.
+
+    Raises:
+        ValueError: if it reads other channels than latents of two videos and a mask of every pixel.
+    """
+    if not isinstance(transformer, VaceTransformerSpec):
+        return None
+    if transformer.vace_in_channels != 2 * vae.z_dim + vae.scale_factor_spatial**2:
+        raise ValueError("vace_in_channels")
+    return ControlInput(vae=vae, blocks=len(transformer.vace_layers))
+
+
+def _programs(
+    experts: int, image_input: ImageInput | None, control_input: ControlInput | None = None
+) -> dict[str, tuple[str, ...]]:
+    """Return the programs by component; both experts have one architecture, so one program serves them.
+
+    There are none for a transformer with a control branch, and for the encoder of a control video.
+    """
     names = ("transformer", "transformer_2")[:experts]
+    if control_input is not None:
+        encoders: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder",), VAE_ENCODER: ()}
+        return {**encoders, **dict.fromkeys(names, ()), "vae": ("vae_first", "vae_next")}
     of_images: dict[str, tuple[str, ...]] = {}
     if image_input is not None:
         # With "first_frame", the image alone is encoded.
@@ -658,20 +621,21 @@ def _programs(experts: int, image_input: ImageInput | None) -> dict[str, tuple[s
     }
 
 
+def _unsupported(control_input: ControlInput | None) -> frozenset[str]:
+    """Return the request fields that are not supported: several GPUs for a transformer with a control branch."""
+    return frozenset() if control_input is None else frozenset({"gpus"})
+
+
 def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the programs of `block_programs`, if the blocks have the norms of the published models."""
+    """Return the programs of `block_programs`, if the blocks have the norms of the published models.
+
+    There are none for a transformer with a control branch.
+    """
+    if any(isinstance(transformer_spec(config), VaceTransformerSpec) for config in configs):
+        return ()
     norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
-
-
-def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
-    """Read a transformer's `config.json`.
-
-    Raises:
-        ValueError: if it is incomplete or wrong.
-    """
-    return _TRANSFORMER.validate_python(config)
 
 
 def vae_spec(config: Mapping[str, Any]) -> VaeSpec:

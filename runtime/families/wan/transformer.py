@@ -37,6 +37,7 @@ from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
 from runtime.execution.step_caches import StepCaching
 from runtime.execution.text_states import TextState, TextStates
+from runtime.families.wan import vace
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
 from runtime.models.row_operations import add_gated, by_token, computed, layer_norm
 
@@ -245,9 +246,8 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
         if embedder.image_embedder.pos_embed is not None:
             image = image.unflatten(1, (2, -1)).flatten(0, 1)  # as diffusers takes two images
         projected = torch.cat([embedder.image_embedder(image), projected], dim=1)
-    return TextState(
-        projected, lambda block, text: keys_and_values(block.attn2, text), module.blocks if keys_values else None
-    )
+    blocks = [*module.blocks, *vace.control_blocks(module)] if keys_values else None
+    return TextState(projected, lambda block, text: keys_and_values(block.attn2, text), blocks)
 
 
 def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, wide: bool = False) -> None:
@@ -256,7 +256,7 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, 
     Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
 
     Args:
-        module: a `diffusers.WanTransformer3DModel` for text to video, without hooks at the first call.
+        module: a `diffusers.WanTransformer3DModel` or `WanVACETransformer3DModel`, without hooks at the first call.
         speed: has the kernels of self-attention; cross-attention to the text is always "native".
         step: `block_step`, a compiled version of it, or an `EngineStep`.
         wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
@@ -264,21 +264,23 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, 
     attend_text = attention("native")
     # Not the dtype of a block's parameters, which may be quantized.
     dtype: torch.dtype = module.patch_embedding.weight.dtype
-    for block in module.blocks:
-        unfuse_if_stale(*_projections(block.attn1))
-        if not hasattr(block, "step"):
-            block.forward = MethodType(_block_forward, block)
-        block.attend_text, block.compute_dtype = attend_text, dtype
+    for blocks, forward in ((module.blocks, _block_forward), (vace.control_blocks(module), vace.control_block_forward)):
+        for block in blocks:
+            unfuse_if_stale(*_projections(block.attn1))
+            if not hasattr(block, "step"):
+                block.forward = MethodType(forward, block)
+            block.attend_text, block.compute_dtype = attend_text, dtype
     module.kernels = BlockKernels(speed)
-    module.kernels.choose(module.blocks)
+    module.kernels.choose(vace.in_order(module))
     _use_step(module, step, wide=wide)
     if getattr(module, "own_first", None) is None:
         module.forward = MethodType(_forward, module)
         module.own_first = lambda count: count
+        module.control_scales = (1.0,) * len(vace.control_blocks(module))
 
 
 def _use_step(module: Any, step: BlockStep, *, wide: bool = False) -> None:
-    for block in module.blocks:
+    for block in vace.in_order(module):
         block.step = step
     module.is_wide = wide
 
@@ -290,10 +292,15 @@ def _block_forward(
     temb: torch.Tensor,
     rotary_emb: Rotation,
     first_count: int = 0,
+    hint: vace.Hint | None = None,
 ) -> torch.Tensor:
-    """Run one block. The signature begins as that of diffusers' block, but the text may be keys and values."""
+    """Run one block. The signature begins as that of diffusers' block, but the text may be keys and values.
+
+    Args:
+        hint: is added to the output.
+    """
     out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, temb, rotary_emb, first_count)
-    return out
+    return out if hint is None else hint.added_to(out)
 
 
 def _forward(
@@ -306,7 +313,7 @@ def _forward(
     """Return the prediction, (batch, output channels, frames, height, width), in a tuple.
 
     Args:
-        hidden_states: (batch, channels, frames, height, width).
+        hidden_states: (batch, channels, frames, height, width); those of a control branch follow those of the latents.
         timestep: (1,): of all tokens, or (2,): of the first latent frame's and of the others'.
         encoder_hidden_states: text embeddings, or their state from `project_text`. A function that returns the state
             is called here, because offloaded weights are on the device by now.
@@ -316,7 +323,7 @@ def _forward(
     pt, ph, pw = self.config.patch_size
     grid = (frames // pt, height // ph, width // pw)
     rotation = _rotation(self, hidden_states)
-    x = self.patch_embedding(hidden_states).flatten(2).transpose(1, 2).contiguous()
+    x = self.patch_embedding(vace.latent_channels(self, hidden_states)).flatten(2).transpose(1, 2).contiguous()
     dtype = x.dtype
     time, modulation = _modulate(self.condition_embedder, timestep, dtype)
     if self.is_wide:
@@ -327,9 +334,13 @@ def _forward(
     elif not isinstance(text, TextState):
         text = text()
     first_count = self.own_first(grid[1] * grid[2]) if len(timestep) > 1 else 0
-    self.kernels.choose(self.blocks)
+    self.kernels.choose(vace.in_order(self))
+    branch = None
+    if vace.control_blocks(self):
+        branch = vace.ControlBranch(self, x, hidden_states, text, modulation, rotation)
     for index, block in enumerate(self.blocks):
-        x = block(x, text.for_block(index), modulation, rotation, first_count)
+        hint = None if branch is None else branch.hint(index)
+        x = block(x, text.for_block(index), modulation, rotation, first_count, hint)
     shift, scale = by_token(self.scale_shift_table + time.unsqueeze(1), x.shape[1], first_count)
     # In place: these tensors are the largest of a pass on block engines.
     x = self.proj_out(self.norm_out(x.float()).mul_(1 + scale).add_(shift).to(dtype))
@@ -357,7 +368,7 @@ def _rotation(module: Any, latents: torch.Tensor) -> Rotation:
 
 def fuse(module: Any) -> bool:
     """Fuse each block's query, key and value projections, see `fused_layers.fuse`; return whether any was fused."""
-    fused = [fuse_layers(*_projections(block.attn1)) for block in module.blocks]
+    fused = [fuse_layers(*_projections(block.attn1)) for block in vace.in_order(module)]
     return any(fused)
 
 
@@ -446,6 +457,12 @@ class PyTorchDenoiser(StepCaching):
         self._cache_keys_values = speed.text_kept
         self.pairs = speed.paired
         self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None
+
+    def steer(self, scales: tuple[float, ...]) -> None:
+        """See `execution.components.ControlDenoiser`."""
+        self._module.control_scales = scales
+        if self._graphed is not None:
+            self._graphed.forget()  # a graph contains them
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED

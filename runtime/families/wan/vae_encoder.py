@@ -88,9 +88,15 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         )
 
     @torch.no_grad()
-    def video_latents(self, video: torch.Tensor, tile: int | None, check: Callable[[], None]) -> torch.Tensor:
+    def video_latents(
+        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `VideoEncoder`; a tile is encoded for the whole video before the next one starts."""
-        return self._in_tiles(video.shape[1:3], tile, lambda y, x: self._video(video[:, y, x], check))
+        return self._in_tiles(
+            video.shape[1:3],
+            tile,
+            lambda y, x: self._video(video[:, y, x], None if shown is None else shown[:, y, x], check),
+        )
 
     def _in_tiles(
         self, size: Sequence[int], tile: int | None, encode: Callable[[slice, slice], torch.Tensor]
@@ -121,15 +127,18 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         moments = self._vae.quant_conv(self._steps(clip))
         return self._normalized(moments)
 
-    def _video(self, video: torch.Tensor, check: Callable[[], None]) -> torch.Tensor:
+    def _video(self, video: torch.Tensor, shown: torch.Tensor | None, check: Callable[[], None]) -> torch.Tensor:
         """Return the latents of a video, encoded one latent frame at a time, as `AutoencoderKLWan._encode` does."""
         encoder, group = self._vae.encoder, self._vae.config.scale_factor_temporal
         # The last frames of each convolution's input, which the encoder replaces.
         caches: list[Any] = [None] * sum(type(module) is type(encoder.conv_in) for module in encoder.modules())
         latents = []
-        for frames in (video[:1], *video[1:].split(group)):
+        for start in (0, *range(1, len(video), group)):
             check()
-            pixels = frames.to(self._mean.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+            part = slice(start, start + group if start else 1)
+            pixels = video[part].to(self._mean.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+            if shown is not None:
+                pixels *= shown[part].to(pixels.device)
             encoded = encoder(self._patched(pixels.to(self._dtype)), feat_cache=caches, feat_idx=[0])
             latents.append(self._normalized(self._vae.quant_conv(encoded)))
         return torch.cat(latents, dim=2)

@@ -350,6 +350,9 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         last_image=planned.last_image,
         extend=planned.extend,
         video=planned.video,
+        control=planned.control,
+        mask=planned.mask,
+        references=planned.references,
         loras=planned.loras,
     )
     return Planned(plan=plan)

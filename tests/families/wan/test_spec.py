@@ -50,7 +50,7 @@ def test_operations_of_a_forward_pass_equal_torchs_count(tiny: Tiny) -> None:
     tokens, width = spec.tokens(frames=9, height=96, width=160), spec.transformer.width
     for block in module.blocks:
         # Not every CPU kernel of attention reports its operations: they are added by hand.
-        block.attn1.processor = block.attn2.processor = _ProjectionsOnly()
+        block.attn1.processor = block.attn2.processor = ProjectionsOnly()
     with FlopCounterMode(display=False) as counter, torch.inference_mode():
         module(torch.randn(spec.latent_shape(frames=9, height=96, width=160)), torch.ones(1), torch.randn(1, 512, 32))
     attention = spec.transformer.num_layers * 4 * tokens * width * (tokens + 512)
@@ -68,7 +68,7 @@ def test_operations_of_decoding_equal_torchs_count(architecture: str, tiny: Tiny
     assert spec.vae.decode_flops(9, 96, 160) == pytest.approx(counter.get_total_flops(), rel=0.25)
 
 
-class _ProjectionsOnly:
+class ProjectionsOnly:
     """An attention processor without the attention."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *_):  # type: ignore[no-untyped-def]

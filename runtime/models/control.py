@@ -1,0 +1,57 @@
+"""What steers a video: a control video, a mask and reference images, added to a model's spec. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from runtime.core.cancel import never
+from runtime.core.errors import InvalidRequestError
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, GenerationRequest
+from runtime.models.images import all_models, find_image
+from runtime.models.spec import ModelSpec
+from runtime.models.videos import find_video, frames_taken
+
+_CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
+_SCALE = "control_scale"
+
+
+def with_control(
+    spec: ModelSpec,
+    request: GenerationRequest,
+    weights_dir: Path,
+    cache_dir: Path | None,
+    *,
+    keep: bool = True,
+    check: Callable[[], None] = never,
+) -> ModelSpec:
+    """Return a model with the control video, the mask and the reference images of a request, checked and copied.
+
+    Args:
+        cache_dir, keep, check: see `models.images.with_images`.
+
+    Raises:
+        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask without a control
+            video, or the number of scales is not that of the model's control blocks.
+        MachineError: if there is no ffmpeg, or the process that decodes images does not start.
+        OutputError: if the disk is too full for a copy.
+    """
+    given = [field for field in CONTROL_FIELDS if getattr(request, field)]
+    given += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
+    if not given:
+        return spec
+    if spec.control_input is None:
+        able = [model.name for model in all_models(weights_dir) if model.control_input is not None]
+        code = "control.model_without" if able else "control.no_model"
+        raise InvalidRequestError(given[0], code, field=given[0], model=spec.title, models=able)
+    count, blocks = len(request.control_scale), spec.control_input.blocks
+    if count not in {1, blocks}:
+        raise InvalidRequestError(_SCALE, "control.scales", count=count, model=spec.title, blocks=blocks)
+    if request.control is None and request.mask is not None:
+        raise InvalidRequestError(_MASK, "control.mask_alone")
+    fps, most = frames_taken(request, spec)
+    control, mask = (
+        None if file is None else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
+        for field, file in ((_CONTROL, request.control), (_MASK, request.mask))
+    )
+    references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
+    return replace(spec, control=control, mask=mask, references=references)

@@ -1,0 +1,83 @@
+"""What steers a video: found and copied for models with a control branch, refused by name for others."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.core.errors import InvalidRequestError
+from runtime.core.images import referenced
+from runtime.core.request import GenerationRequest
+from runtime.models.catalogue import find, look_up
+from runtime.models.images import images_dir
+from runtime.models.requested import with_inputs
+from runtime.models.spec import ModelSpec
+from tests.image_files import saved
+from tests.video.test_reader import H264, make
+
+Tiny = Callable[[str], ModelSpec]
+
+
+def request(**values: Any) -> GenerationRequest:
+    return GenerationRequest.from_mapping({"prompt": "a boat", **values})
+
+
+def test_files_are_copied_under_their_digests(tiny: Tiny, tmp_path: Path) -> None:
+    clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=30:duration=1"))
+    image = saved(tmp_path / "b.png", 50, 40)
+    asked = request(control=str(clip), mask=str(clip), references=[str(image)] * 2, fps=8)
+    spec = with_inputs(tiny("wan2.1-vace"), asked, tmp_path, tmp_path)
+    assert spec.control is not None and spec.control == spec.mask
+    assert (spec.control.fps, abs(spec.control.frames - 8) <= 1, spec.control.name) == (8, True, "a.mp4")
+    assert [(use.name, use.width, use.height) for use in spec.references] == [("b.png", 50, 40)] * 2
+    assert [use.digest for use in spec.inputs] == [spec.control.digest] * 2 + [spec.references[0].digest] * 2
+    assert {path.name for path in images_dir(tmp_path).iterdir()} >= {use.digest for use in spec.inputs}
+    named = request(control=spec.control.reference, references=[use.reference for use in spec.references], fps=8)
+    clip.unlink()
+    image.unlink()
+    assert with_inputs(tiny("wan2.1-vace"), named, tmp_path, tmp_path).control == spec.control
+    assert referenced(str(named.to_json())) == {spec.control.digest, spec.references[0].digest}
+
+
+def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny, tmp_path: Path) -> None:
+    for field, value in (
+        ("control", "none.mp4"),
+        ("mask", "none.mp4"),
+        ("references", ["none.png"]),
+        ("control_scale", 0.5),
+    ):
+        for spec in (find("diorama", tmp_path), tiny("wan2.1"), look_up("ltx-2", tmp_path)):
+            with pytest.raises(InvalidRequestError) as refused:
+                with_inputs(spec, request(**{field: value}), tmp_path, tmp_path)
+            assert (refused.value.field, refused.value.code) == (field, "control.model_without")
+            assert {"wan2.1-vace-1.3b", "wan2.1-vace-14b"} <= set(refused.value.data["models"])
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "code"),
+    [
+        ({"mask": "none.mp4"}, "mask", "control.mask_alone"),
+        ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
+        ({"control": "none.mp4"}, "control", "source.unreadable"),
+        ({"references": ["none.png"]}, "references", "image.unreadable"),
+        ({"control": f"sha256:{'0' * 64}/a.mp4"}, "control", "source.copy_missing"),
+        ({"image": "none.png"}, "image", "image.model_without"),
+        ({"video": "none.mp4"}, "video", "source.model_without"),
+        ({"extend": "none.mp4"}, "extend", "source.not_continued"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    values: dict[str, Any], field: str, code: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        with_inputs(tiny("wan2.1-vace"), request(**values), tmp_path, tmp_path)
+    assert (refused.value.field, refused.value.code) == (field, code)
+    assert "\n" not in refused.value.what and refused.value.remedy
+
+
+def test_the_text_of_a_control_is_read_as_a_list_is() -> None:
+    for several in ("1, 0.5", [1, 0.5], (1.0, 0.5)):
+        assert request(control_scale=several).control_scale == (1.0, 0.5)
+    for single in ("0.5", 0.5, [0.5]):
+        assert request(control_scale=single).control_scale == (0.5,)

@@ -1,0 +1,223 @@
+"""Videos steered by control videos: latents equal `WanVACEPipeline`'s, and jobs resume after kills and failures."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanVACEPipeline
+from PIL import Image
+
+from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.request import GenerationRequest
+from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
+from runtime.models.control import with_control
+from runtime.models.spec import ModelSpec
+from runtime.pipeline.checkpoint import identity
+from runtime.pipeline.stages import control_clip
+from runtime.planner.resolve import PlanningContext, resolve
+from runtime.video.mp4 import read_metadata
+from tests.pipeline.killing import killed
+from tests.pipeline.test_from_video import Clip, final_latents
+from tests.pipeline.test_out_of_memory import outs
+from tests.pipeline.test_resume import run, steps_of
+from tests.pipeline.test_run import frames_of
+from tests.plans import machine, tiny_plan, with_strategy
+from tests.video.test_reader import H264, make
+
+Tiny = Callable[[str], ModelSpec]
+# A box that grows: black outside, white inside, and gray between.
+_LUMA = "255*lt(X,8+4*N)*gt(Y,8)+90*between(X,8+4*N,20+4*N)"
+_MASK = f"color=black:size=64x32:rate=8:duration=2,geq=lum='{_LUMA}':cb=128:cr=128"
+
+
+def planned(spec: ModelSpec, folder: Path, *inputs: str, **values: Any) -> Clip:
+    """Plan a tiny clip that is steered by files of these fields, of which copies are in the folder."""
+    files: dict[str, Any] = {}
+    if "control" in inputs:
+        files["control"] = str(folder / "control.mp4")
+        make(folder / "control.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=2"))
+    if "mask" in inputs:
+        files["mask"] = str(folder / "mask.mp4")
+        make(folder / "mask.mp4", *H264, inputs=("-f", "lavfi", "-i", _MASK))
+    if "references" in inputs:
+        files["references"] = [str(folder / "wide.png"), str(folder / "high.png")]
+        Image.linear_gradient("L").convert("RGB").resize((93, 40)).save(folder / "wide.png")
+        Image.radial_gradient("L").convert("RGB").resize((24, 72)).save(folder / "high.png")
+    fields: dict[str, Any] = {"prompt": "a red boat", "negative_prompt": "blue ball", "width": 64, "height": 32}
+    fields |= {"frames": 9, "steps": 3, "seed": 3, "fps": 8, "guidance_scale": 4.0}
+    request = GenerationRequest.from_mapping(fields | files | values)
+    spec = with_control(spec, request, folder, folder)
+    return Clip(resolve(request, spec, PlanningContext(machine(), folder / "x.mp4")), spec)
+
+
+def by_diffusers(clip: Clip) -> torch.Tensor:
+    """Return the latents that `WanVACEPipeline` makes of a plan."""
+    pipeline = WanVACEPipeline.from_pretrained(clip.spec.directory).to(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    plan, given = clip.plan, control_clip(clip.plan)
+    scales = plan.control_scale
+    latents: torch.Tensor = pipeline(
+        prompt=plan.prompt,
+        negative_prompt=plan.negative_prompt,
+        video=None if given.video is None else [Image.fromarray(frame.numpy()) for frame in given.video],
+        mask=None if given.mask is None else [Image.fromarray(frame.numpy()) for frame in given.mask],
+        reference_images=given.references or None,
+        conditioning_scale=scales[0] if len(scales) == 1 else list(scales),
+        height=plan.height,
+        width=plan.width,
+        num_frames=plan.frames,
+        num_inference_steps=plan.steps,
+        guidance_scale=plan.guidance_scale,
+        guidance_scale_2=plan.guidance_scale_2,
+        generator=torch.Generator("cpu").manual_seed(plan.seed),
+        output_type="latent",
+    ).frames
+    return latents
+
+
+CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "text only": ("wan2.1-vace", (), {}),
+    "control": ("wan2.1-vace", ("control",), {}),
+    "control and mask": ("wan2.1-vace", ("control", "mask"), {}),
+    "references": ("wan2.1-vace", ("references",), {"guidance_scale": 1.0}),
+    "all": ("wan2.1-vace", ("control", "mask", "references"), {}),
+    "scale": ("wan2.1-vace", ("control",), {"control_scale": 0.4, "guidance_scale": 1.0}),
+    "scales": ("wan2.1-vace", ("control", "references"), {"control_scale": [1.5, 0.25]}),
+    "experts": ("wan2.2-vace", ("control", "mask", "references"), {"guidance_scale_2": 2.5, "control_scale": [0.5, 2]}),
+    "experts, text only": ("wan2.2-vace", (), {"guidance_scale_2": 1.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_latents_equal_wan_vace_pipelines(case: str, tiny: Tiny, tmp_path: Path) -> None:
+    architecture, inputs, values = CASES[case]
+    clip = planned(tiny(architecture), tmp_path, *inputs, **values)
+    wanted = by_diffusers(clip)
+    made = final_latents(clip, tmp_path / "job")
+    assert wanted.std() > 0.1 and made.shape == wanted.shape
+    assert made.shape[2] == 3 + len(clip.plan.references)
+    assert abs(made - wanted).max() < 1e-4
+
+
+@pytest.mark.slow
+def test_each_input_has_an_effect(tiny: Tiny, tmp_path: Path) -> None:
+    spec, made = tiny("wan2.1-vace"), dict[str, torch.Tensor]()
+    for name, inputs, values in (
+        ("none", (), {}),
+        ("control", ("control",), {}),
+        ("mask", ("control", "mask"), {}),
+        ("scale", ("control",), {"control_scale": 0.5}),
+        ("unscaled", ("control",), {"control_scale": 0}),
+        ("references", ("references",), {}),
+    ):
+        clip = planned(spec, tmp_path, *inputs, guidance_scale=1.0, **values)
+        made[name] = final_latents(clip, tmp_path / name)[:, :, len(clip.plan.references) :]
+    for first, second in itertools.combinations(made, 2):
+        assert abs(made[first] - made[second]).max() > 1e-3, (first, second)
+
+
+@pytest.mark.slow
+def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, tmp_path: Path) -> None:
+    clip = planned(tiny("wan2.2-vace"), tmp_path, "control", "mask", "references", control_scale=[0.5, 2])
+    for name in ("control.mp4", "mask.mp4", "wide.png", "high.png"):
+        (tmp_path / name).unlink()
+    plan, spec = with_strategy(clip.plan, keep_loaded=False), clip.spec
+    assert plan.latent_shape[2] == 5 and plan.engine_size("vae")[0] == 3
+    assert isinstance(run(plan, spec, tmp_path / "whole")[-1], VideoSaved)
+    wanted = frames_of(plan.output)
+    assert len(wanted) == 3 * plan.frames * plan.height * plan.width
+    metadata = read_metadata(plan.output)
+    assert [*metadata["images"]] == ["control", "mask", "references[0]", "references[1]"]
+    assert all(image["thumbnail"].startswith("data:image/webp;base64,") for image in metadata["images"].values())
+    request = GenerationRequest.from_mapping(metadata["request"])
+    assert request.control_scale == (0.5, 2.0)
+    assert [file.rpartition("/")[2] for file in request.references] == ["wide.png", "high.png"]
+    # The request of the result finds the copies.
+    again = with_control(tiny("wan2.2-vace"), request, tmp_path, tmp_path)
+    assert (again.control, again.mask, again.references) == (spec.control, spec.mask, spec.references)
+    plan.output.unlink()
+    for stop in (
+        lambda event: isinstance(event, StageStarted) and event.part == "vae_encoder",
+        lambda event: isinstance(event, StepDone) and event.step == 1,
+    ):
+        assert isinstance(run(plan, spec, tmp_path / "paused", stop=stop)[-1], Paused)
+    events = run(plan, spec, tmp_path / "paused")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+    assert Resumed(step=1, of=3) in events and steps_of(events) == [2, 3]
+    assert "vae_encoder" not in {event.part for event in events if isinstance(event, StageStarted)}
+    plan.output.unlink()
+    assert killed(spec, plan, tmp_path / "killed", event="StepDone", count=2) == -9
+    events = run(plan, spec, tmp_path / "killed")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+
+
+@pytest.mark.slow
+def test_memory_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = planned(tiny("wan2.1-vace"), tmp_path, "control", "mask")
+    assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
+    wanted, encode, calls = frames_of(clip.plan.output), PyTorchVideoEncoder.video_latents, 0
+
+    def starving(*inputs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise torch.OutOfMemoryError("on purpose")
+        return encode(*inputs)
+
+    monkeypatch.setattr(PyTorchVideoEncoder, "video_latents", starving)
+    events = run(clip.plan, clip.spec, None)
+    assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
+    assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted
+
+    assert clip.plan.mask is not None
+    longer = clip.plan.replace(frames=25, latent_shape=(1, 16, 7, 4, 8))
+    for plan, name, code in ((longer, "control.mp4", "source.shorter"), (clip.plan, "mask.mp4", "source.gone")):
+        if code == "source.gone":
+            clip.plan.mask.path.unlink()
+        failed = run(plan, clip.spec, None)[-1]
+        assert isinstance(failed, Failed) and not failed.internal
+        assert failed.fact.code == code and failed.fact.data["file"] == name
+
+
+def test_checkpoints_are_of_the_same_inputs(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1-vace")
+    clips = [
+        planned(spec, tmp_path, *inputs, **values)
+        for inputs, values in (
+            ((), {}),
+            (("control",), {}),
+            (("control", "mask"), {}),
+            (("control",), {"control_scale": 0.5}),
+            (("control",), {"image_fit": "fit"}),
+            (("control",), {"fps": 5}),
+            (("references",), {}),
+        )
+    ]
+    identities = [identity({}, clip.plan) for clip in clips]
+    assert len(set(identities)) == len(clips)
+    turned = planned(spec, tmp_path, "references")
+    turned = Clip(turned.plan.replace(references=turned.plan.references[::-1]), turned.spec)
+    assert identity({}, turned.plan) != identities[-1]
+    # What has no effect without a control video.
+    assert identity({}, planned(spec, tmp_path, fps=5, image_fit="fit").plan) == identities[0]
+
+
+def test_forecasts_count_the_control_branch(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1-vace")
+    plans = [
+        planned(spec, tmp_path, *inputs, frames=13).plan
+        for inputs in ((), ("references",), ("control",), ("control", "mask"))
+    ]
+    assert [plan.tokens for plan in plans] == [4 * 8, 6 * 8, 4 * 8, 4 * 8]
+    seconds = [plan.components["vae_encoder"].seconds for plan in plans]
+    likely = [duration.likely for duration in seconds if duration is not None]
+    assert likely == sorted(likely) and likely[0] < likely[1] < likely[2] < likely[3]
+    assert plans[1].step_flops > plans[0].step_flops
+    assert (
+        plans[0].step_flops
+        > 1.4 * tiny_plan(tiny("wan2.1"), tmp_path / "x.mp4", guidance_scale=4.0, frames=13).step_flops
+    )
