@@ -11,9 +11,10 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact
 from runtime.core.request import GenerationRequest
 from runtime.engines.builders import BUILDERS
-from runtime.engines.offers import served_sizes
+from runtime.engines.offers import engine_calls, served_sizes
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
+from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.build_engines import wanted_engines
 from runtime.planner.choice.engine_index import SWAPPED, EngineKey
@@ -177,3 +178,16 @@ def test_quantization_decides_between_the_block_engines_of_tensorrt_for_rtx(
             (program, builder, precision) for program in PROGRAMS
         ]
         assert (part.quantization, part.in_blocks) == (quantization, True)
+
+
+def test_both_streams_of_a_model_with_sound_are_offered(tmp_path: Path) -> None:
+    spec = replace(look_up("ltx-2.3", tmp_path), is_downloaded=False)
+    assert offered(spec, tmp_path) == [("tensorrt_blocks", True)]
+    latent = (16, 16, 24)
+    offers = service(tmp_path).offers(spec)("transformer", latent, "cuda:0")
+    (offer,) = (one for one in offers if one.builder == "tensorrt_blocks")
+    assert tuple(use.program for use in offer.engines) == spec.block_programs
+    calls = {use.program: engine_calls(use, spec, latent) for use in offer.engines}
+    # The video has 6,144 of the 8,192 tokens of a call; an engine of the sound's stream was measured with its few.
+    layers = spec.transformer.num_layers
+    assert calls == {name: layers * (1 if "sound" in name else 0.75) for name in spec.block_programs}
