@@ -12,7 +12,7 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.events import FellBack, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, Speed
+from runtime.core.plan import EAGER, EngineRef, Speed
 from runtime.engines.block_programs import BlockProgram
 from runtime.engines.block_reference import compare_blocks, random_text
 from runtime.engines.key_parts import architecture_digest
@@ -21,10 +21,12 @@ from runtime.engines.reference import encoded_prompt
 from runtime.engines.service import OpenEngines
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING
 from runtime.execution.residency import Residency
+from runtime.execution.streams import Streams
 from runtime.families.ltx2.block_programs import BLOCK_PARTS
 from runtime.families.ltx2.spec import BLOCK_PROGRAMS
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.models.spec import ModelSpec
+from runtime.planner import memory_model
 from tests.block_engine_files import in_blocks, stock
 from tests.engines.test_block_reference import Part, Tensors, key_of
 from tests.families.hunyuan_video.test_block_programs import MOST_TOKENS, Engines, on_engines
@@ -41,6 +43,7 @@ from tests.families.ltx2.test_transformer import (
 )
 from tests.families.test_second_family import frames, mean_difference
 from tests.pipeline.runs import events_of
+from tests.planner.test_live_bytes import Counted, attend
 from tests.plans import tiny_plan
 from tests.sounds import sound_in
 from tests.tiny_models import LTX2_ARCHITECTURES
@@ -177,6 +180,64 @@ def test_keys_of_engines_differ_with_what_the_parts_are_made_from(tiny: Tiny) ->
     assert len(set(digests)) == len(changes)
     other = replace(spec, transformer=replace(transformer, num_layers=7))
     assert architecture_digest(other, "transformer", "block_qkv") == digests[-1]
+
+
+class Untouched(Engines):
+    """Engines whose outputs stay as they are: what is counted is the memory between them."""
+
+    most_tokens = 512
+
+    def write(self, program: str, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        for output in outputs.values():
+            output.zero_()
+
+
+@torch.no_grad()
+def test_memory_between_engines_is_as_forecast(tiny: Tiny) -> None:
+    sizes = {"num_attention_heads": 8, "attention_head_dim": 128}
+    changes: dict[str, Any] = {
+        **sizes,
+        "cross_attention_dim": 1024,
+        "audio_num_attention_heads": 8,
+        "audio_attention_head_dim": 64,
+    }
+    changes |= {"audio_cross_attention_dim": 512, "rope_type": "split"}
+    changes |= dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True)
+    module, spec = random_module(**changes).bfloat16(), tiny("ltx-2.3")
+    transformer: Any = spec.transformer
+    spec = replace(spec, transformer=replace(transformer, **sizes, sound_heads=8, sound_head_dim=64))
+    streams = Streams((1, 16, 9, 16, 16), (1, 4, 9, 4), 24.0)
+    given, denoiser = inputs(module, streams), PyTorchStreamDenoiser(module)
+    denoiser.compute(EAGER, None, on_engines(spec, Untouched(spec, dtype="bfloat16"), [], "bfloat16"))
+    denoiser.see(streams, SKIPPED)
+    module.kernels.choose(module.transformer_blocks)
+    for block in module.transformer_blocks:
+        block.attend = block.attend_text = block.attend_other = attend
+    with Counted([*module.parameters(), *module.buffers(), *given]) as counted:
+        denoiser(given.latents, TIMES["text"], given.text)
+    use = EngineRef(
+        id="x",
+        program="block_qkv",
+        builder="b",
+        precision="bfloat16",
+        profile=((1, 1, 1),) * 3,
+        tokens=Untouched.most_tokens,
+        context_bytes=1,
+    )
+    workload = memory_model.Workload(
+        spec=spec,
+        device="cuda:0",
+        dtypes={"transformer": "bfloat16"},
+        engine_bytes={},
+        engine_seconds={},
+        tokens=9 * 16 * 16,
+        latent_shape=streams.video,
+        height=512,
+        width=512,
+        engines={"transformer": (use,)},
+    )
+    forecast = memory_model._blocks_bytes(workload, "transformer", workload.tokens)
+    assert 0.85 * forecast <= counted.peak <= 1.01 * forecast
 
 
 @pytest.mark.slow
