@@ -528,7 +528,9 @@ def by_pipeline(bench: LtxBench, folder: Path) -> None:
     guidance = spec.sound_latents.guidance
     for kind, (steps, scale) in CLIP_KINDS.items():
         # As in Tandem, a scale of 1 turns all guidance off.
-        extra: dict[str, Any] = {"audio_guidance_scale": 1.0}
+        off = {"stg_scale": 0.0, "modality_scale": 1.0}
+        extra: dict[str, Any] = off | {f"audio_{name}": value for name, value in off.items()}
+        extra["audio_guidance_scale"] = 1.0
         if scale > 1:
             (skipped, _), (isolated, _), (rescaled, _) = guidance.skipped, guidance.isolated, guidance.rescaled
             extra = {

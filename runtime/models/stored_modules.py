@@ -176,7 +176,7 @@ def fill(module: torch.nn.Module, weights: Mapping[str, StoredWeight], device: s
             continue
         names, now = same[name], _of(module, name)
         # Of two names of one parameter the files may have both, with other values.
-        tied = now.is_meta or torch.equal(now, tensor)
+        tied = now.is_meta or (len(names) > 1 and torch.equal(now.to(tensor.device), tensor))
         _set(module, names if tied else [name], torch.nn.Parameter(tensor, requires_grad=False))
     return module.to(device)
 

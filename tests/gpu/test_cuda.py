@@ -19,6 +19,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_stream import copies_in_memory
+from runtime.models.weights import load_module
 from runtime.pipeline.run import run_job
 from runtime.pipeline.sampling import decode
 from runtime.planner.placement import VAE_PSNR as PSNR
@@ -27,12 +28,13 @@ from runtime.upstream.torch import recording_stream
 from tests.gpu.errors import relative_error
 from tests.pipeline.test_parity import sample
 from tests.plans import Alone, machine, tiny_plan
-from tests.tiny_models import ARCHITECTURES
+from tests.tiny_models import ARCHITECTURES, HUNYUAN_ARCHITECTURES, LTX2_ARCHITECTURES, VACE_ARCHITECTURES
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU and a CUDA build of PyTorch"),
 ]
+EVERY = (*ARCHITECTURES, *HUNYUAN_ARCHITECTURES, *LTX2_ARCHITECTURES, *VACE_ARCHITECTURES)
 
 
 def on_cuda(plan: ExecutionPlan, dtype: str) -> ExecutionPlan:
@@ -48,6 +50,15 @@ def test_latents_equal_those_of_the_cpu(architecture: str, tiny: Callable[[str],
         reference = sample(tiny(architecture), plan, residency)
         on_gpu = sample(tiny(architecture), on_cuda(plan, "float32"), residency)
     assert relative_error(on_gpu, reference) < 1e-3
+
+
+@pytest.mark.parametrize("architecture", EVERY)
+def test_every_component_is_loaded_onto_the_gpu(architecture: str, tiny: Callable[[str], ModelSpec]) -> None:
+    spec = tiny(architecture)
+    plan = on_cuda(tiny_plan(spec, Path("x.mp4"), width=64, height=64), "bfloat16")
+    for name, part in plan.components.items():
+        module = load_module(spec, name, part, "cuda:0")
+        assert {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} <= {"cuda"}, name
 
 
 def test_the_gpu_is_detected_and_used() -> None:
