@@ -404,7 +404,7 @@ class Scales(RequestField):
     def _checked(self, name: str, value: object) -> float:
         limits = {"low": self.low, "high": self.high}
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InvalidRequestError(name, "request.not_a_number", value=shortened(value), **limits)
+            raise InvalidRequestError(name, "request.not_numbers", value=shortened(value), **limits)
         if not self.low <= value <= self.high:
             nearest = self.low if value < self.low else self.high
             raise InvalidRequestError(name, "request.out_of_range", value=shortened(value), nearest=nearest, **limits)

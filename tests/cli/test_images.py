@@ -188,7 +188,7 @@ def test_control_videos_are_refused_planned_and_followed(
             (["--control", str(tmp_path / "text.mp4")], "source.no_video", {"field": "control", "file": "text.mp4"}),
             (["--mask", str(clip)], "control.mask_alone", {"field": "mask"}),
             ([*control, "--control-scale", "1,2,3"], "control.scales", {"field": "control_scale", "blocks": 2}),
-            ([*control, "--control-scale", "much"], "request.not_a_number", {"field": "control_scale"}),
+            ([*control, "--control-scale", "much"], "request.not_numbers", {"field": "control_scale"}),
             ([*control, "--control-scale", "9"], "request.out_of_range", {"field": "control_scale"}),
             ([*control, "--frames", "25"], "planner.video_too_short", {"field": "frames", "frames": 8, "able": 5}),
             (["--reference", str(clip)], "image.format_unknown", {"field": "references", "file": "clip.mp4"}),

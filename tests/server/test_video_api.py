@@ -229,7 +229,7 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
         ({"control": picture}, "control", "server.api_video"),
         ({"control": {"video_url": "data:video/mp4;base64,AAAA"}}, "control", "source.no_video"),
         ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
-        ({"control_scale": "much"}, "control_scale", "request.not_a_number"),
+        ({"control_scale": "much"}, "control_scale", "request.not_numbers"),
         ({"control": steering, "model": "diorama"}, "control", "control.model_without"),
         ({"video": steering}, "video", "source.model_without"),
         ({"gpus": 2}, "gpus", "family.option_unsupported"),

@@ -391,7 +391,7 @@ def test_control_videos_are_read_for_models_that_they_steer(
     assert (basics.control, basics.mask, basics.references) == (None, None, (IMAGE, IMAGE))
     with pytest.raises(InvalidRequestError) as refused:
         read(steered, model="wan2.1-vace", control_scale="much")
-    assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_a_number")
+    assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_numbers")
     assert form.filled(GOOD | {"control_scale": "much"}, steered)["control_scale"]["value"] == "1"
 
 

@@ -56,6 +56,10 @@ MESSAGES: Mapping[str, Message] = {
     "request.not_a_number": Message(
         "{field:setting} is {value}, not a number.", "Give a number from {low:.16g} to {high:.16g}, or auto."
     ),
+    "request.not_numbers": Message(
+        "{field:setting} is {value}, not a number.",
+        "Give one from {low:.16g} to {high:.16g}, or several with commas between them.",
+    ),
     "request.out_of_range": Message(
         "{field:setting} is {value}.", "Give a number from {low:.16g} to {high:.16g}; the nearest is {nearest:.16g}."
     ),
