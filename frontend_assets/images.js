@@ -219,9 +219,10 @@
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength" };
+  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess" };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
-    if (target.id === "control-scale") tandem.apply({ control_scale: target.value });
+    if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });
     const field = SLIDERS[target.id];
     if (!field) return;
     moving[field] = Number(target.value);
@@ -378,11 +379,12 @@
       const described = tandem.marked(input).trim();
       if (described) set(input, "aria-describedby", described); else input.removeAttribute("aria-describedby");
     }
-    const scale = $("#control-scale");
-    if (scale) {
-      hide($("#images .control-scale"), !["control", "references"].some(chosen));
-      const scales = value("control_scale") ?? "";
-      if (scale.value !== scales && document.activeElement !== scale) scale.value = scales;
+    for (const [id, field] of Object.entries(OPTIONS)) {
+      const option = $(`#${id}`);
+      if (!option) continue;
+      hide(option.closest(".steering"), !(field === "preprocess" ? ["control"] : ["control", "references"]).some(chosen));
+      const now = value(field) ?? "";
+      if (option.value !== now && document.activeElement !== option) option.value = now;
     }
     const adjust = $("#images .adjust");
     if (adjust) {

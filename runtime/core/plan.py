@@ -339,6 +339,7 @@ class ResolvedRequest(FrozenModel):
         control, mask: what steers the video, and where it changes.
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
+        preprocess: what is made of the control video, of `request.PREPROCESSING`.
     """
 
     prompt: str
@@ -373,6 +374,7 @@ class ResolvedRequest(FrozenModel):
     mask: VideoUse | None = None
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
+    preprocess: str = OFF
 
     @property
     def images(self) -> Mapping[str, ImageUse]:

@@ -118,6 +118,8 @@ CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
 # The fields of files that steer a video.
 CONTROL_FIELDS = ("control", "mask", "references")
+# What frames of a control video are made of those of its file.
+PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -692,6 +694,19 @@ class GenerationRequest(FrozenModel):
             most=MAX_CONTROL_BLOCKS,
         ),
     ] = CONTROL_SCALE
+    preprocess: Annotated[
+        str,
+        Choice(
+            label="Control from it",
+            help="Steer the video with what is made of the control video: its edges, a scribble of it, or its frames "
+            "in gray or blurred. With a mask, where it is white.",
+            group="image",
+            flag="--preprocess",
+            unset=OFF,
+            docs="models.md#control-videos",
+            choices=PREPROCESSING,
+        ),
+    ] = OFF
 
     sound: Annotated[
         str,

@@ -28,6 +28,8 @@ LatentUpsampler = Callable[[torch.Tensor], torch.Tensor]
 # Makes a spectrogram of a sound's normalised latents, (1, channels, latents, bins), or samples, (1, channels, samples),
 # float32 in -1 to 1, of a spectrogram.
 SoundDecoder = Callable[[torch.Tensor], torch.Tensor]
+# Of a mask's values, above which a pixel changes: diffusers compares values of 0 to 1 with 0.5.
+_CHANGES_ABOVE = 127
 # Receives a field of `Speed` that could not be applied, and the reason.
 OnDegraded = Callable[[str, Fact], None]
 
@@ -175,6 +177,11 @@ class ControlClip:
     video: torch.Tensor | None
     mask: torch.Tensor | None
     references: Sequence[Image]
+
+    @property
+    def changes(self) -> torch.Tensor | None:
+        """Which pixels change, (frames, height, width), bool; `None` for all."""
+        return None if self.mask is None else self.mask > _CHANGES_ABOVE
 
 
 class VideoEncoder(Protocol):

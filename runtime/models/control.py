@@ -6,13 +6,13 @@ from pathlib import Path
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, GenerationRequest
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, frames_taken
 
 _CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
-_SCALE = "control_scale"
+_SCALE, _PREPROCESS = "control_scale", "preprocess"
 
 
 def with_control(
@@ -30,13 +30,14 @@ def with_control(
         cache_dir, keep, check: see `models.images.with_images`.
 
     Raises:
-        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask without a control
-            video, or the number of scales is not that of the model's control blocks.
+        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask or a preprocessing
+            without a control video, or the number of scales is not that of the model's control blocks.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
     given = [field for field in CONTROL_FIELDS if getattr(request, field)]
     given += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
+    given += [] if request.preprocess == OFF else [_PREPROCESS]
     if not given:
         return spec
     if spec.control_input is None:
@@ -48,6 +49,8 @@ def with_control(
         raise InvalidRequestError(_SCALE, "control.scales", count=count, model=spec.title, blocks=blocks)
     if request.control is None and request.mask is not None:
         raise InvalidRequestError(_MASK, "control.mask_alone")
+    if request.control is None and request.preprocess != OFF:
+        raise InvalidRequestError(_PREPROCESS, "control.preprocess_alone")
     fps, most = frames_taken(request, spec)
     control, mask = (
         None if file is None else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)

@@ -20,7 +20,7 @@ from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import VideoUse
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import SOUND_DECODERS
+from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import (
     ControlClip,
@@ -58,6 +58,7 @@ from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
+from runtime.video.preprocessing import preprocessed
 from runtime.video.reader import COLORS, read_video
 from runtime.video.recompression import recompressed
 
@@ -223,7 +224,20 @@ def control_clip(
     references = [open_image(use, "references", check) for use in plan.references]
     video = None if plan.control is None else video_frames(plan, "control", check, warn)
     mask = None if plan.mask is None else video_frames(plan, "mask", check, warn)
-    return ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
+    clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
+    if plan.preprocess != OFF:
+        _preprocess(clip, plan.preprocess, check)
+    return clip
+
+
+def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None:
+    """Replace the frames of a control video by control frames where they change; see `video.preprocessing`."""
+    assert clip.video is not None
+    changes = clip.changes
+    for number, frame in enumerate(clip.video):
+        check()
+        made = torch.from_numpy(np.array(preprocessed(fromarray(frame.numpy()), kind)))
+        clip.video[number] = made if changes is None else torch.where(changes[number, ..., None], made, frame)
 
 
 def video_frames(

@@ -440,6 +440,7 @@ def _plan(
         mask=spec.mask,
         references=spec.references,
         control_scale=request.control_scale,
+        preprocess=request.preprocess,
         stages=request.stages,
         request=request,
         model_directory=spec.location,

@@ -39,6 +39,7 @@ _OF_FIRST_PART = (
     "loop",
     *CONTROL_FIELDS,
     "control_scale",
+    "preprocess",
 )
 
 

@@ -71,7 +71,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
-        control_scale=FIELDS["control_scale"] if spec.control_input is not None else None,
+        steering={name: FIELDS[name] for name in ("control_scale", "preprocess") if spec.control_input is not None},
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )

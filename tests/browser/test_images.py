@@ -412,6 +412,7 @@ def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
     )
     chosen(page, "boat.png, sea.png", "references")
     page.fill("#control-scale", "1, 0.5")
+    page.select_option("#preprocess", "edges")
     assert serious_issues(page) == []
     assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
     page.keyboard.press("Escape")
@@ -422,14 +423,16 @@ def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
         made = store.get(page.get_attribute("#status .status", "data-job")).output
     request = read_metadata(made)["request"]
     assert (request["control_scale"], len(request["references"]), request["width"]) == ([1, 0.5], 2, 32)
+    assert request["preprocess"] == "edges"
     other = open_page(url=able.url)
     hand(other, given(made.read_bytes(), "mine.mp4"))
     open_chip(other, "images")
     chosen(other, "depth.webm, 1.0 s", "control")
     chosen(other, "boat.png, sea.png", "references")
-    assert other.input_value("#control-scale") == "1, 0.5"
+    assert other.input_value("#control-scale") == "1, 0.5" and other.input_value("#preprocess") == "edges"
     other.click("[data-clear=control]")
     other.wait_for_selector("#images [data-place=control] .what:text-is('or drop it here')")
+    assert not other.is_visible("#preprocess")
     assert value(other, "mask") != "" and other.is_visible("#images [data-place=mask]")
     assert page.complaints == [] and other.complaints == []
 

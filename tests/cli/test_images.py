@@ -187,6 +187,8 @@ def test_control_videos_are_refused_planned_and_followed(
         [
             (["--control", str(tmp_path / "text.mp4")], "source.no_video", {"field": "control", "file": "text.mp4"}),
             (["--mask", str(clip)], "control.mask_alone", {"field": "mask"}),
+            (["--preprocess", "edges"], "control.preprocess_alone", {"field": "preprocess"}),
+            ([*control, "--preprocess", "depth"], "request.not_a_choice", {"field": "preprocess"}),
             ([*control, "--control-scale", "1,2,3"], "control.scales", {"field": "control_scale", "blocks": 2}),
             ([*control, "--control-scale", "much"], "request.not_numbers", {"field": "control_scale"}),
             ([*control, "--control-scale", "9"], "request.out_of_range", {"field": "control_scale"}),

@@ -46,6 +46,7 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
         ("mask", "none.mp4"),
         ("references", ["none.png"]),
         ("control_scale", 0.5),
+        ("preprocess", "gray"),
     ):
         for spec in (find("diorama", tmp_path), tiny("wan2.1"), look_up("ltx-2", tmp_path)):
             with pytest.raises(InvalidRequestError) as refused:
@@ -58,6 +59,7 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
     ("values", "field", "code"),
     [
         ({"mask": "none.mp4"}, "mask", "control.mask_alone"),
+        ({"preprocess": "edges"}, "preprocess", "control.preprocess_alone"),
         ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
         ({"control": "none.mp4"}, "control", "source.unreadable"),
         ({"references": ["none.png"]}, "references", "image.unreadable"),

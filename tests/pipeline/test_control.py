@@ -103,12 +103,31 @@ def test_latents_equal_wan_vace_pipelines(case: str, tiny: Tiny, tmp_path: Path)
     assert abs(made - wanted).max() < 1e-4
 
 
+def test_control_frames_are_made_where_a_mask_is_white(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1-vace")
+    plain = control_clip(planned(spec, tmp_path, "control", "mask").plan)
+    whole = control_clip(planned(spec, tmp_path, "control", preprocess="edges").plan)
+    masked = control_clip(planned(spec, tmp_path, "control", "mask", preprocess="edges").plan)
+    changes = masked.changes
+    assert plain.video is not None and whole.video is not None and masked.video is not None and changes is not None
+    assert {*whole.video.unique().tolist()} == {0, 255}
+    assert 0.2 < changes.float().mean() < 0.8
+    assert (masked.video[changes] == whole.video[changes]).all()
+    assert (masked.video[~changes] == plain.video[~changes]).all()
+
+
+def test_checkpoints_belong_to_the_preprocessing(tiny: Tiny, tmp_path: Path) -> None:
+    kinds = [planned(tiny("wan2.1-vace"), tmp_path, "control", preprocess=kind) for kind in ("off", "gray", "blur")]
+    assert len({identity({}, clip.plan) for clip in kinds}) == len(kinds)
+
+
 @pytest.mark.slow
 def test_each_input_has_an_effect(tiny: Tiny, tmp_path: Path) -> None:
     spec, made = tiny("wan2.1-vace"), dict[str, torch.Tensor]()
     for name, inputs, values in (
         ("none", (), {}),
         ("control", ("control",), {}),
+        ("edges", ("control",), {"preprocess": "edges"}),
         ("mask", ("control", "mask"), {}),
         ("scale", ("control",), {"control_scale": 0.5}),
         ("unscaled", ("control",), {"control_scale": 0}),

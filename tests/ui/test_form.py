@@ -11,7 +11,7 @@ import pytest
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
-from runtime.core.request import AUTO, COMPONENTS, GenerationRequest
+from runtime.core.request import AUTO, COMPONENTS, OFF, GenerationRequest
 from runtime.models.catalogue import find, known_as, look_up
 from runtime.models.spec import ControlInput, ModelSpec
 from runtime.ui import fields, form, make_tab, theme
@@ -72,6 +72,7 @@ GOOD: dict[str, Any] = {
     "mask": "",
     "references": "",
     "control_scale": "1",
+    "preprocess": "off",
     "sound": "on",
     "size_from": "",
 }
@@ -377,9 +378,10 @@ def test_control_videos_are_read_for_models_that_they_steer(
 ) -> None:
     steered = {"wan2.1-vace": tiny("wan2.1-vace"), **models}
     given = {"control": IMAGE, "mask": IMAGE, "references": f"{IMAGE}\n{IMAGE}", "control_scale": "1, 0.5"}
+    given["preprocess"] = "edges"
     request = read(steered, model="wan2.1-vace", size_from="image", width=None, **given)
     assert (request.control, request.mask, request.references) == (IMAGE, IMAGE, (IMAGE, IMAGE))
-    assert (request.control_scale, request.width) == ((1.0, 0.5), AUTO)
+    assert (request.control_scale, request.preprocess, request.width) == ((1.0, 0.5), "edges", AUTO)
     restored = form.filled(request.to_json(), steered)
     assert {name: restored[name]["value"] for name in given} == given
     assert restored["size_from"]["value"] == "image"
@@ -389,6 +391,8 @@ def test_control_videos_are_read_for_models_that_they_steer(
     # Videos are not for visitors.
     basics = form.read_basics([(GOOD | given | {"model": "wan2.1-vace"})[name] for name in form.BASIC_NAMES], steered)
     assert (basics.control, basics.mask, basics.references) == (None, None, (IMAGE, IMAGE))
+    # What is made of a control video is not shown without one.
+    assert basics.preprocess == read(steered, model="wan2.1-vace", preprocess="edges").preprocess == OFF
     with pytest.raises(InvalidRequestError) as refused:
         read(steered, model="wan2.1-vace", control_scale="much")
     assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_numbers")

@@ -16,6 +16,7 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
+from runtime.core.request import PREPROCESSING
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
 from runtime.models.images import find_image, image_models, keep_image
@@ -61,6 +62,7 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     everything, visitors = places_html(steered, {}), places_html(steered, {}, videos=False)
     assert re.findall('data-place="([a-z]+)"', everything) == ["control", "mask", "references"]
     assert everything.count('accept="video/*,.mkv"') == 2 and 'id="control-scale"' in everything
+    assert re.findall('option value="([a-z]+)"', everything) == [*PREPROCESSING]
     assert re.findall('data-place="([a-z]+)"', visitors) == ["references"]
     assert 'id="control-scale"' not in places_html(tiny("wan2.1"), {})
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional

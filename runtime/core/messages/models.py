@@ -335,6 +335,9 @@ _VIDEOS: Mapping[str, Message] = {
     "control.mask_alone": Message(
         "A mask shows where a control video changes, and there is none.", "Give one with {set[control]}."
     ),
+    "control.preprocess_alone": Message(
+        "Control frames are made of a control video, and there is none.", "Give one with {set[control]}."
+    ),
     "control.scales": Message(
         "{set[control_scale]} has {count} numbers; {model} has {blocks:n block} that read control videos.",
         "Give one number, or {blocks}.",

@@ -22,9 +22,6 @@ from runtime.execution.rotation import Rotation
 from runtime.execution.text_states import TextState
 from runtime.models.spec import ModelSpec
 
-# Of a mask's values, above which a pixel changes: diffusers compares values of 0 to 1 with 0.5.
-_CHANGES_ABOVE = 127
-
 
 @dataclass(frozen=True)
 class Hint:
@@ -143,7 +140,7 @@ def control_latents(
         (1, 2 × latent channels + pixels of a latent, latent frames, height, width), float32.
     """
     gray = torch.zeros(3, clip.height, clip.width)
-    mask = None if clip.mask is None else clip.mask > _CHANGES_ABOVE
+    mask = clip.changes
     if clip.video is None or mask is None:
         inactive = encoder.latents([gray], clip.frames, tile)
     else:
