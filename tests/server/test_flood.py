@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,10 +144,11 @@ _ATTEMPTS = 10
 def again(call: Callable[[], Result]) -> Result:
     """Return what a call returns that is made again if its connection is closed.
 
-    Until its cookie is read, a connection is like those of the flood: it may be closed for a newer one.
+    Until its cookie is read, a connection is like those of the flood: it may be closed for a newer one. The client
+    reports that of the connection on which events arrive as cancelled.
     """
     for _ in range(_ATTEMPTS):
-        with contextlib.suppress(httpx.RemoteProtocolError, httpx.TimeoutException):
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.TimeoutException, CancelledError):
             return call()
     raise AssertionError(f"{_ATTEMPTS} connections were closed or not answered")
 

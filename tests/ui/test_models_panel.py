@@ -170,7 +170,7 @@ def test_models_that_run_better_come_first_then_small_ones(shown: Shown) -> None
     places = [(fit(spec, machine).rank, spec.total_parameters) for spec in specs]
     assert places == sorted(places) and len(places) == len(known_models())
     assert {rank for rank, _ in places} == {0, 1, 2}
-    assert [spec.name for spec in specs][:3] == ["ltx-2-distilled", NAME, "wan2.2-ti2v-5b"]
+    assert [spec.name for spec in specs][:3] == ["ltx-2-distilled", NAME, "wan2.1-vace-1.3b"]
 
 
 def test_a_download_is_recommended_if_it_runs_well_and_the_disk_has_the_space(

@@ -280,7 +280,7 @@ def test_what_the_family_does_not_make_is_refused(
 
 def test_engines_that_are_asked_for_are_reported_as_lacking(command: Command, tiny: Tiny) -> None:
     model = str(tiny("ltx-2").directory)
-    able = {"vae", "audio_vae", "vocoder"}
+    able = {"transformer", "vae", "audio_vae", "vocoder"}
     for backend, lacking in (("all=onnxruntime", None), ("connectors=tensorrt", {"connectors"})):
         code, made = command("plan", "a", "--model", model, *SIZE, "--backend", backend)
         parts = made["plan"]["components"]
