@@ -12,6 +12,7 @@ import pytest
 
 from tests.browser.conftest import (
     CHIPS,
+    ENDLESS,
     OpenPage,
     advance,
     ask,
@@ -159,7 +160,7 @@ def test_axe_finds_nothing_serious_in_what_make_opens(open_page: OpenPage) -> No
 
 def test_axe_finds_nothing_serious_in_a_running_and_a_refused_job(open_page: OpenPage) -> None:
     page = open_page(color_scheme="light")
-    ask(page, "a red boat", long=True, steps=1000)
+    ask(page, "a red boat", long=True, steps=ENDLESS)
     page.click("[data-close-advanced]")
     fill_field(page, "height", "960")  # more work than axe-core does
     start(page)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import DESKTOP, advance, ask, customize, ready, start, wait_for_state
+from tests.browser.conftest import DESKTOP, advance, ask, complaint_of, customize, ready, start, wait_for_state
 from tests.browser.test_accessibility import AXE_WIDTHS, COLORS, RULES, WIDTHS, serious_issues
 from tests.cluster_machines import Machines, machines
 
@@ -29,7 +29,7 @@ def page(chromium: Any, cluster: Machines) -> Iterator[Any]:
         page = context.new_page()
         page.set_default_timeout(120_000)
         page.complaints = []
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("pageerror", lambda error: page.complaints.extend(complaint_of(error)))
         page.goto(f"http://127.0.0.1:{cluster.port}/")
         ready(page)
         if page.is_visible("#cancel"):  # the test failed before, and is run again

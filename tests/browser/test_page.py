@@ -10,6 +10,7 @@ import pytest
 from tests.app_server import Server, make_cache, serving
 from tests.browser.conftest import (
     DESKTOP,
+    ENDLESS,
     PHONE,
     SMALL,
     OpenPage,
@@ -129,7 +130,7 @@ def test_an_open_page_draws_nothing_while_nothing_happens(open_page: OpenPage) -
 def test_cancel_stops_the_job_and_leaves_no_file(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     before = saved_videos(server)
-    ask(page, long=True)
+    ask(page, long=True, steps=ENDLESS)
     shown = page.get_attribute("#status .status", "data-job")
     page.focus("#generate")
     page.keyboard.press("Enter")
@@ -168,7 +169,7 @@ def test_a_reload_shows_the_running_job(open_page: OpenPage, server: Server) -> 
 
 def test_a_second_job_waits_for_the_first(open_page: OpenPage) -> None:
     first, second = open_page(), open_page()
-    ask(first, "a red boat", long=True)
+    ask(first, "a red boat", long=True, steps=ENDLESS)
     start(first)
     wait_for_state(first, "running")
     ask(second, "a blue ball")
@@ -327,7 +328,7 @@ def test_the_video_on_the_stage_is_compared_with_a_recent_one_by_keyboard(open_p
 
 def test_the_last_preview_stays_after_a_cancellation(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "a slow boat", long=True, steps=400)
+    ask(page, "a slow boat", long=True, steps=ENDLESS)
     start(page)
     page.wait_for_selector("#picture img.preview[src^='data:image/webp']")
     page.click("#cancel")
@@ -914,7 +915,7 @@ def test_on_a_phone_the_prompt_comes_first_and_the_picture_right_below(open_page
 
 def test_the_prompt_stays_on_a_phone_while_a_job_runs(open_page: OpenPage) -> None:
     page = open_page(SMALL)
-    ask(page, long=True)
+    ask(page, long=True, steps=ENDLESS)
     start(page)
     wait_for_state(page, "running")
     page.evaluate("() => scrollTo(0, 0)")

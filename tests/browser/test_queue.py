@@ -6,7 +6,7 @@ import pytest
 
 from runtime.pipeline.files import checkpoint_step
 from tests.app_server import make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, fill_field, ready, start, wait_for_state
+from tests.browser.conftest import DESKTOP, ENDLESS, PHONE, OpenPage, ask, fill_field, ready, start, wait_for_state
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.waiting import until
 
@@ -76,7 +76,7 @@ def empty(page: Any) -> None:
 
 def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None:
     page, other = open_page(), open_page()
-    ask(page, "a red boat", long=True, steps=1000)
+    ask(page, "a red boat", long=True, steps=ENDLESS)
     go(page)
     empty(page)
     add(page, "a red boat", "a blue ball", "a calm sea", "a boat at night")
@@ -132,7 +132,7 @@ def test_queued_jobs_are_moved_edited_and_cancelled(open_page: OpenPage) -> None
 
 def test_a_pressed_button_stays_in_its_place_until_it_is_released(open_page: OpenPage) -> None:
     page, other = open_page(), open_page()
-    ask(page, "a red boat", long=True, steps=1000)
+    ask(page, "a red boat", long=True, steps=ENDLESS)
     go(page)
     empty(page)
     add(page, "a red boat", "a blue ball", "a calm sea")
@@ -153,7 +153,7 @@ def test_a_pressed_button_stays_in_its_place_until_it_is_released(open_page: Ope
 
 def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "a red boat", long=True, steps=1000)
+    ask(page, "a red boat", long=True, steps=ENDLESS)
     go(page)
     empty(page)
     add(page, "a red boat", variations=60)
@@ -169,7 +169,7 @@ def test_a_long_queue_is_shown_in_parts(open_page: OpenPage) -> None:
 
 def test_variations_have_different_seeds(open_page: OpenPage) -> None:
     page = open_page()
-    ask(page, "a red ball", long=True, steps=1000)
+    ask(page, "a red ball", long=True, steps=ENDLESS)
     fill_field(page, "seed", "7")
     go(page)
     empty(page)
@@ -228,7 +228,7 @@ def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: 
 
 def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
     page = open_page(DESKTOP)
-    ask(page, "a red boat on the sea", long=True, steps=1000)
+    ask(page, "a red boat on the sea", long=True, steps=ENDLESS)
     go(page)
     add(page, "a red boat on the calm sea at night", "x" * 300, "סירה \u202eאדומה")
     page.wait_for_selector("#queue-list li >> nth=2")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import OpenPage, ask, ready, start, wait_for_state
+from tests.browser.conftest import ENDLESS, OpenPage, ask, ready, start, wait_for_state
 from tests.browser.relay import Relay
 from tests.waiting import until
 
@@ -18,7 +18,7 @@ UNTOLD = "() => document.querySelector('#offline') && !document.querySelector('#
 def test_a_lost_server_is_reported(open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory) -> None:
     with serving(make_cache(tmp_path_factory.mktemp("gone"))) as other:
         page = open_page(url=other.url)
-        ask(page, "a red boat", long=True)
+        ask(page, "a red boat", long=True, steps=ENDLESS)
         start(page)
         wait_for_state(page, "running")
     page.wait_for_function(NO_ANSWER)

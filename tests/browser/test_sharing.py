@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, advance, customize, ready, start, state, wait_for_state
+from tests.browser.conftest import DESKTOP, PHONE, advance, complaint_of, customize, ready, start, state, wait_for_state
 from tests.browser.conftest import ask as fill_form
 from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
 from tests.sharing_app import HOST, link_of
@@ -37,7 +37,7 @@ def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
         page = context.new_page()
         page.set_default_timeout(30_000)
         page.complaints, page.requests = [], []
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
+        page.on("pageerror", lambda error: page.complaints.extend(complaint_of(error)))
         page.on("request", lambda request: page.requests.append(request.url))
         page.goto(f"http://{HOST}:{port}/")
         page.wait_for_selector("input[type=password]")
