@@ -41,6 +41,8 @@ def add(page: Any, *prompts: str, variations: int = 1) -> None:
     """Add several, with the settings of Make."""
     page.fill("#several-prompts", "\n".join(prompts))
     page.fill("#several-count", str(variations))
+    # The message that is waited for is not that of an earlier job.
+    page.evaluate("() => window.tandem.panels.notify('')")
     page.click("#queue-add [data-action=add]")
     page.wait_for_selector("#message:has-text('Added to the queue')")
 
@@ -189,7 +191,7 @@ def test_variations_have_different_seeds(open_page: OpenPage) -> None:
     page.fill("#several-count", "1000")
     page.click("#queue-add [data-action=add]")
     page.wait_for_selector("#message.error:has-text('Enter a whole number from 1 to 100.')")
-    cancel_all(page)
+    empty(page)
 
 
 def test_a_job_is_added_while_another_runs_and_a_sound_marks_the_end(open_page: OpenPage) -> None:
