@@ -159,6 +159,19 @@ class UpscalerName(RequestField):
         return {"maxLength": _LONGEST_FILE}
 
 
+def check_limits(name: str, value: float, low: float, high: float) -> None:
+    """Check that a field's number is within limits, both allowed; a whole number may be too large for a float.
+
+    Raises:
+        InvalidRequestError: if it is not.
+    """
+    if not low <= value <= high:
+        nearest = low if value < low else high
+        raise InvalidRequestError(
+            name, "request.out_of_range", value=shortened(value), nearest=nearest, low=low, high=high
+        )
+
+
 @dataclass(frozen=True)
 class Number(RequestField):
     """A number, or `open`.
@@ -188,9 +201,7 @@ class Number(RequestField):
         if isinstance(value, bool) or not isinstance(value, kinds) or not finite:
             code = "request.not_whole" if self.whole else "request.not_a_number"
             raise InvalidRequestError(name, code, value=shortened(value), **limits)
-        if not self.low <= value <= self.high:  # a whole number may be too large for a float
-            nearest = self.low if value < self.low else self.high
-            raise InvalidRequestError(name, "request.out_of_range", value=shortened(value), nearest=nearest, **limits)
+        check_limits(name, value, self.low, self.high)
         return value if self.whole else float(value)
 
     def parse(self, text: str) -> object:
@@ -402,12 +413,9 @@ class Scales(RequestField):
         return tuple(self._checked(name, entry) for entry in entries)
 
     def _checked(self, name: str, value: object) -> float:
-        limits = {"low": self.low, "high": self.high}
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise InvalidRequestError(name, "request.not_numbers", value=shortened(value), **limits)
-        if not self.low <= value <= self.high:
-            nearest = self.low if value < self.low else self.high
-            raise InvalidRequestError(name, "request.out_of_range", value=shortened(value), nearest=nearest, **limits)
+            raise InvalidRequestError(name, "request.not_numbers", value=shortened(value), low=self.low, high=self.high)
+        check_limits(name, value, self.low, self.high)
         return float(value)
 
     def parse(self, text: str) -> object:

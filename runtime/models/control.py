@@ -35,15 +35,15 @@ def with_control(
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
-    given = [field for field in CONTROL_FIELDS if getattr(request, field)]
-    given += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
-    given += [] if request.preprocess == OFF else [_PREPROCESS]
-    if not given:
+    used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
+    used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
+    used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
+    if not used_fields:
         return spec
     if spec.control_input is None:
         able = [model.name for model in all_models(weights_dir) if model.control_input is not None]
         code = "control.model_without" if able else "control.no_model"
-        raise InvalidRequestError(given[0], code, field=given[0], model=spec.title, models=able)
+        raise InvalidRequestError(used_fields[0], code, field=used_fields[0], model=spec.title, models=able)
     count, blocks = len(request.control_scale), spec.control_input.blocks
     if count not in {1, blocks}:
         raise InvalidRequestError(_SCALE, "control.scales", count=count, model=spec.title, blocks=blocks)

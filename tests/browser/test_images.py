@@ -388,6 +388,16 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
     assert page.complaints == []
 
 
+def made_video(page: Any, server: Server) -> Path:
+    """Ask for a video, and return its file when it is done."""
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    with closing(JobStore(server.cache_dir / NAME)) as store:
+        made: Path = store.get(page.get_attribute("#status .status", "data-job")).output
+    return made
+
+
 def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
     open_page: OpenPage, able: Server, tmp_path: Path
 ) -> None:
@@ -416,11 +426,7 @@ def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
     assert serious_issues(page) == []
     assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
     page.keyboard.press("Escape")
-    ask(page)
-    start(page)
-    wait_for_state(page, "done")
-    with closing(JobStore(able.cache_dir / NAME)) as store:
-        made = store.get(page.get_attribute("#status .status", "data-job")).output
+    made = made_video(page, able)
     request = read_metadata(made)["request"]
     assert (request["control_scale"], len(request["references"]), request["width"]) == ([1, 0.5], 2, 32)
     assert request["preprocess"] == "edges"
@@ -461,11 +467,7 @@ def test_a_video_is_dropped_changed_and_restored(open_page: OpenPage, able: Serv
         assert serious_issues(page) == []
         assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
     page.keyboard.press("Escape")
-    ask(page)
-    start(page)
-    wait_for_state(page, "done")
-    with closing(JobStore(able.cache_dir / NAME)) as store:
-        made = store.get(page.get_attribute("#status .status", "data-job")).output
+    made = made_video(page, able)
     request = read_metadata(made)["request"]
     assert (request["strength"], request["frames"], request["width"]) == (0.5, 5, 32)
     # The MP4 brings the video back; without its copy there are the thumbnail and one line.

@@ -12,7 +12,6 @@ from PIL import Image
 
 from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
 from runtime.core.request import GenerationRequest
-from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.models.control import with_control
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
@@ -20,7 +19,7 @@ from runtime.pipeline.stages import control_clip
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.killing import killed
-from tests.pipeline.test_from_video import Clip, final_latents
+from tests.pipeline.test_from_video import Clip, final_latents, starve_first_encoding
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
@@ -178,16 +177,8 @@ def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, t
 def test_memory_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip = planned(tiny("wan2.1-vace"), tmp_path, "control", "mask")
     assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
-    wanted, encode, calls = frames_of(clip.plan.output), PyTorchVideoEncoder.video_latents, 0
-
-    def starving(*inputs: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            raise torch.OutOfMemoryError("on purpose")
-        return encode(*inputs)
-
-    monkeypatch.setattr(PyTorchVideoEncoder, "video_latents", starving)
+    wanted = frames_of(clip.plan.output)
+    starve_first_encoding(monkeypatch)
     events = run(clip.plan, clip.spec, None)
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted

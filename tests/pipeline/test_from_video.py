@@ -185,11 +185,9 @@ def test_a_job_resumes_and_survives_kills_after_the_file_is_gone(tiny: Tiny, tmp
         CheckpointFolder(tmp_path / "killed").clear()
 
 
-@pytest.mark.slow
-def test_memory_cancelling_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clip = planned(tiny("wan2.1"), tmp_path)
-    assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
-    wanted, encode, calls = frames_of(clip.plan.output), PyTorchVideoEncoder.video_latents, 0
+def starve_first_encoding(patch: pytest.MonkeyPatch) -> None:
+    """Let memory run out the first time that a video is encoded."""
+    encode, calls = PyTorchVideoEncoder.video_latents, 0
 
     def starving(*inputs: Any) -> torch.Tensor:
         nonlocal calls
@@ -198,7 +196,15 @@ def test_memory_cancelling_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, m
             raise torch.OutOfMemoryError("on purpose")
         return encode(*inputs)
 
-    monkeypatch.setattr(PyTorchVideoEncoder, "video_latents", starving)
+    patch.setattr(PyTorchVideoEncoder, "video_latents", starving)
+
+
+@pytest.mark.slow
+def test_memory_cancelling_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clip = planned(tiny("wan2.1"), tmp_path)
+    assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
+    wanted, encode = frames_of(clip.plan.output), PyTorchVideoEncoder.video_latents
+    starve_first_encoding(monkeypatch)
     events = run(clip.plan, clip.spec, None)
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted

@@ -184,8 +184,8 @@ def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, g
     received = [torch.empty_like(x) for x in (k, v)]
     for work in [_start(to, x, group) for to, x in zip(received, (k, v), strict=True)]:
         work.wait()
-    own = q.chunk(len(k), dim=2)[dist.get_rank(_GROUPS[group])]
-    attended = attention(kind)(own, *(_all_tokens(x, count) for x in received)).contiguous()
+    own_queries = q.chunk(len(k), dim=2)[dist.get_rank(_GROUPS[group])]
+    attended = attention(kind)(own_queries, *(_all_tokens(x, count) for x in received)).contiguous()
     parts = [torch.empty_like(attended) for _ in range(len(k))]
     dist.all_gather(parts, attended, group=_GROUPS[group])
     return torch.cat(parts, dim=2)

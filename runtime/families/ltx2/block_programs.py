@@ -118,48 +118,48 @@ class _StreamPart(BlockPart):
         """Return the inputs and outputs of so many tokens, except `x`."""
 
     @abstractmethod
-    def _compute(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+    def _compute(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
         """Return `_outputs`, and what `next_gate` is projected from, if the part has queries."""
 
     def forward(self, *tensors: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Take `inputs` and `weights`, and return `outputs`, in these orders."""
-        given = dict(zip((*self.inputs, *self.weights), tensors, strict=True))
-        *outputs, asking = self._compute(given)
-        if "gate_weight" in given:
-            outputs.append(self._projected(given, "gate", asking).to(asking.dtype))
+        values = dict(zip((*self.inputs, *self.weights), tensors, strict=True))
+        *outputs, asking = self._compute(values)
+        if "gate_weight" in values:
+            outputs.append(self._projected(values, "gate", asking).to(asking.dtype))
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _projected(self, given: Mapping[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, given[f"{name}_weight"], given[f"{name}_bias"])
+    def _projected(self, values: Mapping[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, values[f"{name}_weight"], values[f"{name}_bias"])
 
-    def _query_or_key(self, given: Mapping[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
+    def _query_or_key(self, values: Mapping[str, Any], name: str, x: torch.Tensor) -> torch.Tensor:
         """Return normed queries or keys, (tokens, width), float32."""
-        return self._rms_norm(self._projected(given, name, x), given[f"rms_{name}"])
+        return self._rms_norm(self._projected(values, name, x), values[f"rms_{name}"])
 
-    def _rotated(self, given: Mapping[str, Any], x: torch.Tensor, heads: int) -> torch.Tensor:
+    def _rotated(self, values: Mapping[str, Any], x: torch.Tensor, heads: int) -> torch.Tensor:
         """Rotate pairs of channels; `x` is (tokens, width), the tables are (tokens, width / 2), float32."""
         # Of the channels of a pair, see `row_operations.norm_rotate`.
         distance = x.shape[1] // heads // 2 if self._splits_heads else 1
         pairs = x.unflatten(1, (-1, 2, distance))
-        cos, sin = (given[name].unflatten(1, (-1, 1, distance)) for name in ("cos", "sin"))
+        cos, sin = (values[name].unflatten(1, (-1, 1, distance)) for name in ("cos", "sin"))
         return (pairs * cos + pairs.index_select(2, self._swap_index) * (sin * self._signs)).flatten(1)
 
-    def _attended(self, given: Mapping[str, Any], heads: int) -> torch.Tensor:
+    def _attended(self, values: Mapping[str, Any], heads: int) -> torch.Tensor:
         """Return the projection of a result of attention, (tokens, width), float32."""
-        attended = given["attended"]
-        if "gate" in given:
-            gates = 2 * torch.sigmoid(given["gate"].float())
+        attended = values["attended"]
+        if "gate" in values:
+            gates = 2 * torch.sigmoid(values["gate"].float())
             gated = attended.float().unflatten(1, (heads, -1)) * gates.unsqueeze(2)
             attended = gated.flatten(1).to(attended.dtype)
-        return self._projected(given, "out", attended).float()
+        return self._projected(values, "out", attended).float()
 
-    def _modulated(self, given: Mapping[str, Any], normed: torch.Tensor, shift: int, scale: int) -> torch.Tensor:
+    def _modulated(self, values: Mapping[str, Any], normed: torch.Tensor, shift: int, scale: int) -> torch.Tensor:
         """Return a norm with the rows of the table applied to it, in the dtype of the weights."""
-        shifted = normed * (1 + _row(given, scale)) + _row(given, shift)
-        return self._rounded(given, shifted)
+        shifted = normed * (1 + _row(values, scale)) + _row(values, shift)
+        return self._rounded(values, shifted)
 
-    def _rounded(self, given: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
-        return x.to(given[next(iter(self.weights))].dtype)
+    def _rounded(self, values: Mapping[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return x.to(values[next(iter(self.weights))].dtype)
 
 
 class BlockQKV(_StreamPart):
@@ -186,10 +186,10 @@ class BlockQKV(_StreamPart):
             "next_gate": BlockTensor((TOKENS, self._heads)),
         }
 
-    def _compute(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        x = self._modulated(given, self._rms_norm(given["x"]), SELF, SELF + 1)
-        q, k = (self._rotated(given, self._query_or_key(given, name, x), self._heads) for name in ("q", "k"))
-        return q.to(x.dtype), k.to(x.dtype), self._projected(given, "v", x).to(x.dtype), x
+    def _compute(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        x = self._modulated(values, self._rms_norm(values["x"]), SELF, SELF + 1)
+        q, k = (self._rotated(values, self._query_or_key(values, name, x), self._heads) for name in ("q", "k"))
+        return q.to(x.dtype), k.to(x.dtype), self._projected(values, "v", x).to(x.dtype), x
 
 
 class BlockQuery(_StreamPart):
@@ -213,13 +213,13 @@ class BlockQuery(_StreamPart):
             **dict.fromkeys(("gate", "next_gate"), BlockTensor((TOKENS, self._heads))),
         }
 
-    def _compute(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        x = given["x"] + self._attended(given, self._heads) * _row(given, SELF + 2)
+    def _compute(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        x = values["x"] + self._attended(values, self._heads) * _row(values, SELF + 2)
         normed = self._rms_norm(x)
         modulated = (
-            self._modulated(given, normed, TEXT, TEXT + 1) if self._modulates_text else self._rounded(given, normed)
+            self._modulated(values, normed, TEXT, TEXT + 1) if self._modulates_text else self._rounded(values, normed)
         )
-        return x, self._query_or_key(given, "q", modulated).to(modulated.dtype), modulated
+        return x, self._query_or_key(values, "q", modulated).to(modulated.dtype), modulated
 
 
 class BlockCross(_StreamPart):
@@ -253,17 +253,17 @@ class BlockCross(_StreamPart):
             "next_gate": BlockTensor((TOKENS, self._cross_heads)),
         }
 
-    def _compute(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        attended = self._attended(given, self._heads)
-        x = given["x"] + (attended * _row(given, TEXT + 2) if self._modulates_text else attended)
+    def _compute(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        attended = self._attended(values, self._heads)
+        x = values["x"] + (attended * _row(values, TEXT + 2) if self._modulates_text else attended)
         normed = self._rms_norm(x)
         asks, tells = (SOUND_ASKS, VIDEO_ASKS) if self._sound else (VIDEO_ASKS, SOUND_ASKS)
-        asking, telling = (self._modulated(given, normed, CROSS + row + 1, CROSS + row) for row in (asks, tells))
+        asking, telling = (self._modulated(values, normed, CROSS + row + 1, CROSS + row) for row in (asks, tells))
         query, key = (
-            self._rotated(given, self._query_or_key(given, name, from_x), self._cross_heads).to(from_x.dtype)
+            self._rotated(values, self._query_or_key(values, name, from_x), self._cross_heads).to(from_x.dtype)
             for name, from_x in (("q", asking), ("k", telling))
         )
-        return x, query, key, self._projected(given, "v", telling).to(telling.dtype), asking
+        return x, query, key, self._projected(values, "v", telling).to(telling.dtype), asking
 
 
 class BlockFeedForward(_StreamPart):
@@ -290,16 +290,16 @@ class BlockFeedForward(_StreamPart):
             "gate": BlockTensor((TOKENS, self._cross_heads)),
         }
 
-    def _compute(self, given: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
-        x = given["x"] + self._attended(given, self._cross_heads) * _row(given, -1)
-        normed = self._modulated(given, self._rms_norm(x), FEED_FORWARD, FEED_FORWARD + 1)
-        inner = F.gelu(self._projected(given, "expand", normed), approximate="tanh")
-        return x + self._projected(given, "contract", inner).float() * _row(given, FEED_FORWARD + 2), x
+    def _compute(self, values: Mapping[str, Any]) -> tuple[torch.Tensor, ...]:
+        x = values["x"] + self._attended(values, self._cross_heads) * _row(values, -1)
+        normed = self._modulated(values, self._rms_norm(x), FEED_FORWARD, FEED_FORWARD + 1)
+        inner = F.gelu(self._projected(values, "expand", normed), approximate="tanh")
+        return x + self._projected(values, "contract", inner).float() * _row(values, FEED_FORWARD + 2), x
 
 
-def _row(given: Mapping[str, Any], number: int) -> torch.Tensor:
+def _row(values: Mapping[str, Any], number: int) -> torch.Tensor:
     """Return a row of the table, (1, width); negative numbers count from the end."""
-    table: torch.Tensor = given["modulation"]
+    table: torch.Tensor = values["modulation"]
     start = number % table.shape[0]
     return table[start : start + 1]
 

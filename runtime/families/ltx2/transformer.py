@@ -485,13 +485,13 @@ class EngineStep:
         attended, *gates = self._attend_self(stream, x, weights, skips=skips)
         outputs = self._outputs("cross", stream, x)
         for part, here in self._parts(stream, x):
-            given = _given(x[:, part], attended[:, part], *(gate[:, part] for gate in gates))
+            inputs = _inputs(x[:, part], attended[:, part], *(gate[:, part] for gate in gates))
             own, query, *text_gates = self._outputs("query", stream, x[:, part])
-            self._run("query", here, given, weights, (own, query, *text_gates), partial(_part_query, here, **given))
+            self._run("query", here, inputs, weights, (own, query, *text_gates), partial(_part_query, here, **inputs))
             of_text = stream.attend_text(_in_heads(stream.text_attn, query), *text).flatten(2).contiguous()
-            given = _given(own, of_text, *text_gates)
+            inputs = _inputs(own, of_text, *text_gates)
             written = tuple(tensor[:, part] for tensor in outputs)
-            self._run("cross", here, given, weights, written, partial(_part_cross, here, **given))
+            self._run("cross", here, inputs, weights, written, partial(_part_cross, here, **inputs))
         own, query, key, value, *gates = outputs
         return _Before(own, query, key, value, tuple(gates))
 
@@ -522,9 +522,9 @@ class EngineStep:
             else:
                 heads = (_in_heads(stream.asks, tensor) for tensor in (query, other.key, other.value))
                 attended = stream.attend_cross(*heads).flatten(2).contiguous()
-            given = _given(own.x[:, part], attended, *(gate[:, part] for gate in own.gates))
-            run = partial(_part_feed_forward, here, **given)
-            self._run("feed_forward", here, given, weights, (out[:, part],), run)
+            inputs = _inputs(own.x[:, part], attended, *(gate[:, part] for gate in own.gates))
+            run = partial(_part_feed_forward, here, **inputs)
+            self._run("feed_forward", here, inputs, weights, (out[:, part],), run)
 
     def _parts(self, stream: _Stream, x: torch.Tensor) -> list[tuple[slice, _Stream]]:
         """Return the chunks of a stream's tokens, each with the stream of these tokens alone."""
@@ -548,19 +548,19 @@ class EngineStep:
         self,
         part: str,
         stream: _Stream,
-        given: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
         weights: BoundWeights,
         outputs: tuple[torch.Tensor, ...],
         in_pytorch: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]],
     ) -> None:
-        """See `BlockEngines.run`; what all calls of a part take is added to `given`."""
+        """See `BlockEngines.run`; what all calls of a part take is added to `inputs`."""
         angles = {"qkv": stream.rotation, "cross": stream.cross_rotation}.get(part)
         tables = {} if angles is None else {"cos": angles.cos, "sin": angles.sin}
-        inputs = {**given, "modulation": stream.table, **tables}
+        inputs = {**inputs, "modulation": stream.table, **tables}
         self._engines.run(_program(part, stream), inputs, weights, outputs, in_pytorch)
 
 
-def _given(x: torch.Tensor, attended: torch.Tensor, *gates: torch.Tensor) -> dict[str, torch.Tensor]:
+def _inputs(x: torch.Tensor, attended: torch.Tensor, *gates: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return what the parts after an attention take, by name; there is at most one tensor of gates."""
     return {"x": x, "attended": attended, **dict(zip(("gate",), gates, strict=False))}
 
