@@ -164,12 +164,14 @@
     note([sizeNote(field), line].filter(Boolean).join(" "));
     use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
+  const isImage = (file) => (file.type.startsWith("image/") || IMAGE.test(file.name)) && !/gif$/i.test(file.type || file.name);
   const takeVideo = async (file, field = "video", line = "") => {
     show();
     const turn = newest[field] = {};
-    const upload = await send(file, () => newest[field] === turn, "videos");
+    // A mask is a video, or an image that holds for all frames.
+    const upload = await send(file, () => newest[field] === turn, field === "mask" && isImage(file) ? "images" : "videos");
     if (!upload) return;
-    const { video, width, height, seconds } = upload;
+    const { video = upload.image, width, height, seconds } = upload;
     const { picture: url = "" } = await ask({ what: "picture", video });
     if (newest[field] !== turn) return;
     const changes = noLonger(seconds);

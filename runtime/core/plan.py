@@ -371,7 +371,7 @@ class ResolvedRequest(FrozenModel):
     strength: float = STRENGTH
     stages: str = "1"
     control: VideoUse | None = None
-    mask: VideoUse | None = None
+    mask: VideoUse | ImageUse | None = None
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
     preprocess: str = OFF

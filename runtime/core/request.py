@@ -26,6 +26,7 @@ from runtime.core.request_fields import (
     ImageFile,
     ImageFiles,
     Loras,
+    MaskFile,
     Name,
     Number,
     Prompt,
@@ -655,9 +656,9 @@ class GenerationRequest(FrozenModel):
     ] = None
     mask: Annotated[
         str | None,
-        VideoFile(
+        MaskFile(
             label="Mask",
-            help="Change the control video where this video is white, and keep it where it is black.",
+            help="Change the control video where this video or image is white, and keep it where it is black.",
             group="image",
             flag="--mask",
             metavar="FILE",

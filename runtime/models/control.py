@@ -9,7 +9,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import find_video, frames_taken
+from runtime.models.videos import find_picture, find_video, frames_taken
 
 _CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
 _SCALE, _PREPROCESS = "control_scale", "preprocess"
@@ -52,9 +52,10 @@ def with_control(
     if request.control is None and request.preprocess != OFF:
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_alone")
     fps, most = frames_taken(request, spec)
-    control, mask = (
-        None if file is None else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
-        for field, file in ((_CONTROL, request.control), (_MASK, request.mask))
-    )
+    control = mask = None
+    if request.control is not None:
+        control = find_video(request.control, cache_dir, fps, most, field=_CONTROL, keep=keep, check=check)
+    if request.mask is not None:
+        mask = find_picture(request.mask, cache_dir, fps, most, field=_MASK, keep=keep, check=check)
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
     return replace(spec, control=control, mask=mask, references=references)

@@ -20,12 +20,23 @@ from runtime.core.cancel import never
 from runtime.core.digests import sha256
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.files import replace_file
-from runtime.core.images import InputFile, VideoUse, parse_reference
+from runtime.core.images import ImageUse, InputFile, VideoUse, parse_reference
 from runtime.core.locks import held
 from runtime.core.request import AUTO, MAX_FPS, GenerationRequest
-from runtime.core.untrusted_files import open_file
-from runtime.models.images import DISK_FULL, LOCK, all_models, images_dir, named_file, open_image, remember
+from runtime.core.untrusted_files import NotRegularFileError, open_file
+from runtime.models.images import (
+    DISK_FULL,
+    LOCK,
+    all_models,
+    find_image,
+    images_dir,
+    keep_image,
+    named_file,
+    open_image,
+    remember,
+)
 from runtime.models.spec import ModelSpec
+from runtime.video.image_messages import MAX_LINE_BYTES, announced_format
 from runtime.video.reader import VideoInfo, count_frames, read_info, read_video
 
 FIELD = "video"
@@ -33,6 +44,8 @@ MAX_FILE_BYTES = 1 << 30
 # A copy that is used again is new again, but not each time: its digest is known by its time.
 _TOUCHED_SECONDS = 3600.0
 _PART_BYTES = 1 << 20
+# Formats of files that are images; a GIF is read as a video.
+_STILL = frozenset({"JPEG", "PNG", "WEBP", "AVIF", "HEIC", "BMP", "TIFF"})
 # Refusals that name the whole path.
 _OF_PATHS = frozenset({"source.unreadable", "source.not_a_file"})
 
@@ -139,6 +152,42 @@ def find_video(
         frames=min(counted.frames, most),
         seconds=info.seconds,
     )
+
+
+def find_picture(
+    file: str,
+    cache_dir: Path | None,
+    fps: int | None,
+    most: int,
+    *,
+    field: str,
+    keep: bool = True,
+    check: Callable[[], None] = never,
+) -> ImageUse | VideoUse:
+    """Return an image or a video that a request names, checked; see `find_video` and `models.images.find_image`."""
+    reference = parse_reference(file)
+    path = named_file(file)[0] if reference is None else images_dir(cache_dir or Path()) / reference.digest
+    if _is_image(path):
+        return find_image(file, field, cache_dir, keep=keep, check=check)
+    return find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
+
+
+def keep_picture(
+    data: bytes, name: str, cache_dir: Path, *, field: str, check: Callable[[], None] = never
+) -> ImageUse | VideoUse:
+    """Check the content of an image's or a video's file, and keep it; see `keep_video`."""
+    if announced_format(data) in _STILL:
+        return keep_image(data, name, field, cache_dir, check=check)
+    return keep_video(data, name, cache_dir, field=field, check=check)
+
+
+def _is_image(path: Path) -> bool:
+    """Return whether a file is an image by its first bytes; what cannot be read is not."""
+    try:
+        with open_file(path) as file:
+            return announced_format(file.read(MAX_LINE_BYTES)) in _STILL
+    except (NotRegularFileError, OSError, ValueError):
+        return False
 
 
 def keep_video(

@@ -223,7 +223,7 @@ def control_clip(
     """Read what steers a plan's video; see `video_frames`."""
     references = [open_image(use, "references", check) for use in plan.references]
     video = None if plan.control is None else video_frames(plan, "control", check, warn)
-    mask = None if plan.mask is None else video_frames(plan, "mask", check, warn)
+    mask = None if plan.mask is None else mask_frames(plan, check, warn)
     clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
@@ -260,7 +260,7 @@ def video_frames(
         MachineError: if there is no ffmpeg.
     """
     use: VideoUse | None = getattr(plan, field)
-    assert use is not None
+    assert isinstance(use, VideoUse)
     info = open_video(use, check, field)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
     video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
@@ -280,6 +280,21 @@ def video_frames(
     if damage and warn is not None:
         warn(Fact("source.damaged", {"file": use.name, "line": damage}))
     return video
+
+
+def mask_frames(
+    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+) -> torch.Tensor:
+    """Return the brightness of a plan's mask, (frames, height, width), uint8; an image holds for all frames.
+
+    Args, Raises: see `video_frames`.
+    """
+    if isinstance(plan.mask, VideoUse):
+        return video_frames(plan, "mask", check, warn)
+    assert plan.mask is not None
+    image = open_image(plan.mask, "mask", check)
+    frame = fitted(image, plan.width, plan.height, plan.image_fit, plan.image_position).convert("L")
+    return torch.from_numpy(np.array(frame)).expand(plan.frames, -1, -1)
 
 
 def pixels_of(image: Image) -> torch.Tensor:
