@@ -7,8 +7,8 @@
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video", "control", "mask", "references"];
-  const STEERING = ["control", "mask", "references"], VIDEOS = ["video", "control", "mask"], SIZED = ["image", "video", "control"];
+  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "join", "video", "control", "mask", "references"];
+  const STEERING = ["control", "mask", "references"], VIDEOS = ["join", "video", "control", "mask"], SIZED = ["image", "video", "control"];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
@@ -131,7 +131,7 @@
     tandem.uncustomized();
     const first = isFirst(field) ? { size_from: FROM_IMAGE } : {};
     const scales = field === "image" && !chosen("image") ? guidance(true) : field === "video" && chosen("image") ? guidance(false) : {};
-    const others = STEERING.includes(field) ? {} : field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
+    const others = [...STEERING, "join"].includes(field) ? {} : field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
     const all = field === "references" && chosen(field) ? `${chosen(field)}\n${reference}` : reference;
     tandem.apply({ ...others, [field]: all, ...first, ...scales, ...changes });
   };
@@ -221,7 +221,10 @@
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength" };
-  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess" };
+  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", outpaint: "outpaint", overlap: "overlap" };
+  // The places without which an option has no effect.
+  const NEEDS = { control_scale: ["control", "references", "image", "last_image", "extend"], preprocess: ["control"],
+    outpaint: ["control"], overlap: ["extend"] };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
     if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });
@@ -355,10 +358,12 @@
       const size = frameSize(chosen(main()) ? picture(main()) : shownPicture);
       any ||= Boolean(reference);
       // A video excludes images and another video. Which one is extended is chosen below it.
-      const start = main();
+      // A control video can have given frames at its start and its end.
+      const start = main() === "control" ? "image" : main();
       const unused = start === "image" ? field === "extend" || Boolean(field === "video" && chosen("image")) : field !== start;
       // A mask is for a control video.
-      hide(node, STEERING.includes(field) ? field === "mask" && !chosen("control") && !reference : unused);
+      const needed = { mask: "control", join: "extend" }[field];
+      hide(node, [...STEERING, "join"].includes(field) ? Boolean(needed) && !chosen(needed) && !reference : unused);
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
@@ -384,7 +389,7 @@
     for (const [id, field] of Object.entries(OPTIONS)) {
       const option = $(`#${id}`);
       if (!option) continue;
-      hide(option.closest(".steering"), !(field === "preprocess" ? ["control"] : ["control", "references"]).some(chosen));
+      hide(option.closest(".steering"), !NEEDS[field].some(chosen));
       const now = value(field) ?? "";
       if (option.value !== now && document.activeElement !== option) option.value = now;
     }

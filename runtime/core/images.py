@@ -5,7 +5,7 @@ an image or a video by its file, or by the copy: "sha256:DIGEST/NAME", where the
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,14 @@ MIDDLE = 50.0
 _REFERENCE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(?:/([^/\\]+))?")
 _DIGEST = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(?![0-9a-f])")
 _SHOWN_DIGITS = 8
+# Begins a mask of boxes, which are joined by "+".
+BOXES = "box:"
+_AND = "+"
+MOST_BOXES = 16
+_WHOLE = 100.0
+# How much is added to a frame on its left, top, right and bottom, in percent of its width and height.
+Borders = tuple[float, float, float, float]
+NO_BORDERS: Borders = (0.0, 0.0, 0.0, 0.0)
 
 
 class ImageReference(NamedTuple):
@@ -84,6 +92,77 @@ class VideoUse(InputFile):
     frames: int
     seconds: float | None = None
     parts: tuple[ClipPart, ...] = ()
+
+
+class Box(NamedTuple):
+    """A box in a frame, in percent of the frame's width and height."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    def pixels(self, width: int, height: int) -> tuple[slice, slice]:
+        """Return the rows and the columns of a frame that it covers, at least one of each."""
+        columns, rows = _covered(self.left, self.width, width), _covered(self.top, self.height, height)
+        return rows, columns
+
+
+def _covered(start: float, length: float, side: int) -> slice:
+    """Return the pixels of a side that a part of it covers, in percent of it."""
+    first = min(round(start * side / _WHOLE), side - 1)
+    return slice(first, max(round((start + length) * side / _WHOLE), first + 1))
+
+
+class BoxMask(FrozenModel):
+    """A mask that is white in boxes, in all frames."""
+
+    boxes: tuple[Box, ...]
+
+    @property
+    def reference(self) -> str:
+        """How requests name it, such as "box:10,20,30,40+60,0,40,100"."""
+        return BOXES + _AND.join(",".join(f"{value:.12g}" for value in box) for box in self.boxes)
+
+    @property
+    def digest(self) -> str:
+        """What identifies it: how requests name it."""
+        return self.reference
+
+
+def parse_boxes(text: str) -> BoxMask | None:
+    """Return the boxes that a text such as "box:10,20,30,40" describes; `None` if it begins otherwise.
+
+    Each is the distances from the left and the top, the width and the height, in percent of the frame.
+
+    Raises:
+        ValueError: if it begins so, and has no boxes within the frame, or more than `MOST_BOXES`.
+    """
+    if not text.startswith(BOXES):
+        return None
+    parts = text.removeprefix(BOXES).split(_AND)
+    boxes = tuple(Box(*map(float, part.split(","))) for part in parts if part.count(",") == len(Box._fields) - 1)
+    inside = all(
+        0 <= start < start + length <= _WHOLE
+        for box in boxes
+        for start, length in ((box.left, box.width), (box.top, box.height))
+    )
+    if len(boxes) != len(parts) or len(boxes) > MOST_BOXES or not inside:
+        raise ValueError(text)
+    return BoxMask(boxes=boxes)
+
+
+def with_borders(width: float, height: float, borders: Sequence[float]) -> tuple[float, float]:
+    """Return the size of a frame after borders are added to it."""
+    left, top, right, bottom = (border / _WHOLE for border in borders)
+    return width * (1 + left + right), height * (1 + top + bottom)
+
+
+def within_borders(width: int, height: int, borders: Sequence[float]) -> tuple[slice, slice]:
+    """Return the rows and the columns of a frame of this size that are not its borders, at least one of each."""
+    left, top = borders[:2]
+    across, down = (_WHOLE / side for side in with_borders(_WHOLE, _WHOLE, borders))
+    return Box(left * across, top * down, _WHOLE * across, _WHOLE * down).pixels(width, height)
 
 
 def input_key(field: str, number: int) -> str:

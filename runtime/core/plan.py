@@ -19,7 +19,19 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, StageMemory, StrategyForecast
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
-from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse, by_field, field_of, input_key
+from runtime.core.images import (
+    CROP,
+    MIDDLE,
+    NO_BORDERS,
+    BoxMask,
+    ClipPart,
+    ImageUse,
+    InputFile,
+    VideoUse,
+    by_field,
+    field_of,
+    input_key,
+)
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import (
@@ -333,10 +345,13 @@ class ResolvedRequest(FrozenModel):
         image, last_image: what the video starts from and ends with.
         image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
         extend: the video that this one continues; `image` is its last frame then.
+        overlap: how many of its last frames the new part begins with.
+        join: the video that follows the new part, which ends with as many of its first frames.
         video: what the video is made from, beside the prompt.
         strength: how much of it changes, above 0 and up to 1.
         stages: "2" if it is made at half the size first, else "1".
         control, mask: what steers the video, and where it changes.
+        outpaint: what is added around the control video, see `core.images.Borders`.
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
         preprocess: what is made of the control video, of `request.PREPROCESSING`.
@@ -367,11 +382,14 @@ class ResolvedRequest(FrozenModel):
     image_fit: str = CROP
     image_position: float = MIDDLE
     extend: VideoUse | None = None
+    overlap: int = 1
+    join: VideoUse | None = None
     video: VideoUse | None = None
     strength: float = STRENGTH
     stages: str = "1"
     control: VideoUse | None = None
-    mask: VideoUse | ImageUse | None = None
+    mask: VideoUse | ImageUse | BoxMask | None = None
+    outpaint: tuple[float, ...] = NO_BORDERS
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
     preprocess: str = OFF
@@ -388,10 +406,10 @@ class ResolvedRequest(FrozenModel):
 
         Those of a field with several have numbers, see `images.field_of`.
         """
-        videos = {"extend": self.extend, "video": self.video, "control": self.control, "mask": self.mask}
+        videos = {name: getattr(self, name) for name in ("extend", "join", "video", "control", "mask")}
         images = {field: use for field, use in self.images.items() if self.extend is None or field != "image"}
         references = {input_key("references", number): use for number, use in enumerate(self.references)}
-        return {**images, **{field: use for field, use in videos.items() if use is not None}, **references}
+        return {**images, **{name: use for name, use in videos.items() if isinstance(use, InputFile)}, **references}
 
     @property
     def input_references(self) -> dict[str, str | list[str]]:
@@ -512,11 +530,14 @@ class ExecutionPlan(ResolvedRequest):
 
     @property
     def parts(self) -> tuple[ClipPart, ...]:
-        """The parts of the video as it was decoded, in order: the last one is made by this job."""
+        """The parts of the video as it was decoded, in order: the last one is made by this job, or the one before."""
         if self.extend is None:
             return (ClipPart(prompt=self.prompt, frames=self.frames),)
-        # The first frame is the last one of the video that is extended.
-        return (*self.extend.parts, ClipPart(prompt=self.prompt, frames=self.frames - 1))
+        # The first frames are the last ones of the video that is extended.
+        made = ClipPart(prompt=self.prompt, frames=self.frames - self.overlap)
+        if self.join is None:
+            return (*self.extend.parts, made)
+        return (*self.extend.parts, made.replace(frames=made.frames - self.overlap), *self.join.parts)
 
     @property
     def video_frames(self) -> int:
@@ -684,7 +705,9 @@ class ExecutionPlan(ResolvedRequest):
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
         used |= {"references": [], "control_scale": list(self.control_scale), **self.input_references}
-        used |= {} if self.extend is None else {"image": None}  # it follows
+        used |= {"overlap": AUTO} if self.extend is None else {"image": None}  # it follows
+        used |= {"outpaint": list(self.outpaint)}
+        used |= {"mask": self.mask.reference} if isinstance(self.mask, BoxMask) else {}
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
             used["guidance_scale"] = self.embedded_guidance

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from runtime.core import facts
 from runtime.core.errors import InvalidRequestError
 from runtime.core.frozen import FrozenModel
-from runtime.core.images import CROP, FIT, MIDDLE
+from runtime.core.images import CROP, FIT, MIDDLE, NO_BORDERS, parse_boxes
 from runtime.core.loras import Lora
 from runtime.core.request_fields import (
     ALL,
@@ -32,6 +32,7 @@ from runtime.core.request_fields import (
     Prompt,
     RequestField,
     Scales,
+    Sides,
     StepCache,
     UpscalerName,
     VideoFile,
@@ -117,6 +118,10 @@ STRENGTH, LEAST_STRENGTH = 0.6, 0.01
 # The weight of a control video in all blocks that read one, the largest one, and how many of these blocks there can be.
 CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
+# The most that is added on a side of a control video, in percent of its width or height.
+MAX_BORDER = 300.0
+# The frames that a video and its continuation have in common, where a model can use several, and the most.
+OVERLAP, MAX_OVERLAP = 9, 81
 # The fields of files that steer a video.
 CONTROL_FIELDS = ("control", "mask", "references")
 # What frames of a control video are made of those of its file.
@@ -611,6 +616,34 @@ class GenerationRequest(FrozenModel):
             docs="extend.md",
         ),
     ] = None
+    overlap: Annotated[
+        int | Auto,
+        Number(
+            label="Overlap",
+            help="From how many of the last frames of the extended video the new part starts. More continue its motion "
+            "better. Only models that are steered by control videos can use more than one.",
+            group="image",
+            flag="--overlap",
+            unset=f"{OVERLAP} where the model can, else 1",
+            docs="extend.md#several-frames",
+            placeholder="auto",
+            low=1,
+            high=MAX_OVERLAP,
+        ),
+    ] = AUTO
+    join: Annotated[
+        str | None,
+        VideoFile(
+            label="Join",
+            help="Lead from the extended video to this one: the result has both, and the new frames between them. Only "
+            "models that are steered by control videos can.",
+            group="image",
+            flag="--join",
+            metavar="FILE",
+            unset="none",
+            docs="extend.md#several-frames",
+        ),
+    ] = None
     video: Annotated[
         str | None,
         VideoFile(
@@ -658,14 +691,31 @@ class GenerationRequest(FrozenModel):
         str | None,
         MaskFile(
             label="Mask",
-            help="Change the control video where this video or image is white, and keep it where it is black.",
+            help="Change the control video where this video or image is white, and keep it where it is black; or "
+            "change it in boxes, such as box:10,20,30,40: left, top, width and height in percent.",
             group="image",
             flag="--mask",
-            metavar="FILE",
+            metavar="FILE|box:X,Y,W,H",
             unset="all of it changes",
             docs="models.md#control-videos",
         ),
     ] = None
+    outpaint: Annotated[
+        tuple[float, ...],
+        Sides(
+            label="Outpaint",
+            help="Show the control video smaller and fill what is around it: how much is added on its left, top, right "
+            "and bottom, in percent of its width and height, or one number for all sides.",
+            group="image",
+            flag="--outpaint",
+            metavar="N[,N,N,N]",
+            unset="nothing is added",
+            docs="models.md#control-videos",
+            low=0,
+            high=MAX_BORDER,
+            most=4,
+        ),
+    ] = NO_BORDERS
     references: Annotated[
         tuple[str, ...],
         ImageFiles(
@@ -752,6 +802,7 @@ class GenerationRequest(FrozenModel):
             (name, file)
             for name, value in named
             for file in (value if isinstance(value, tuple) else () if value is None else (value,))
+            if parse_boxes(file) is None
         ]
 
     def replace(self, **changes: Any) -> "GenerationRequest":

@@ -19,7 +19,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
-from runtime.core.images import parse_reference
+from runtime.core.images import MOST_BOXES, parse_boxes, parse_reference
 from runtime.core.loras import EXPERTS, MAX_LORAS, MAX_WEIGHT, Lora, read_loras
 from runtime.core.sparse_attention import SOL, is_sparse, read_sparse
 from runtime.core.step_cache import STRENGTHS, read_step_cache
@@ -366,9 +366,18 @@ class VideoFile(ImageFile):
 
 @dataclass(frozen=True)
 class MaskFile(VideoFile):
-    """The file of a video, or of an image that holds for all frames, or its copy; `None` for none."""
+    """The file of a video, or of an image that holds for all frames, or its copy, or boxes; `None` for none."""
 
     no_name: ClassVar[str] = "request.mask_file"
+
+    def check(self, name: str, value: object) -> str | None:
+        """Return the text, that of boxes as `core.images.BoxMask.reference` writes it."""
+        text = super().check(name, value)
+        try:
+            boxes = None if text is None else parse_boxes(text)
+        except ValueError as error:
+            raise InvalidRequestError(name, "request.boxes", value=shortened(value), most=MOST_BOXES) from error
+        return text if boxes is None else boxes.reference
 
 
 @dataclass(frozen=True)
@@ -437,6 +446,18 @@ class Scales(RequestField):
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
         several = {"type": "array", "items": number, "minItems": 1, "maxItems": self.most}
         return {"anyOf": [number, several, {"type": "string", "pattern": r"^[0-9., ]+$"}]}
+
+
+@dataclass(frozen=True)
+class Sides(Scales):
+    """A number for each of four sides: left, top, right and bottom, or one for all; see `Scales`."""
+
+    def check(self, name: str, value: object) -> tuple[float, ...]:
+        """Return four numbers."""
+        numbers = super().check(name, value)
+        if len(numbers) not in {1, self.most}:
+            raise InvalidRequestError(name, "request.sides", value=shortened(value))
+        return numbers * (self.most // len(numbers))
 
 
 @dataclass(frozen=True)

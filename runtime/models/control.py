@@ -6,13 +6,14 @@ from pathlib import Path
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
+from runtime.core.images import BoxMask, ImageUse, VideoUse, parse_boxes
 from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_picture, find_video, frames_taken
 
 _CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
-_SCALE, _PREPROCESS = "control_scale", "preprocess"
+_SCALE, _PREPROCESS, _OUTPAINT = "control_scale", "preprocess", "outpaint"
 
 
 def with_control(
@@ -38,6 +39,7 @@ def with_control(
     used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
     used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
+    used_fields += [_OUTPAINT] if any(request.outpaint) else []
     if not used_fields:
         return spec
     if spec.control_input is None:
@@ -51,11 +53,16 @@ def with_control(
         raise InvalidRequestError(_MASK, "control.mask_alone")
     if request.control is None and request.preprocess != OFF:
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_alone")
+    if request.control is None and any(request.outpaint):
+        raise InvalidRequestError(_OUTPAINT, "control.outpaint_alone")
+    if request.preprocess != OFF and request.mask is None and any(request.outpaint):
+        raise InvalidRequestError(_PREPROCESS, "control.preprocess_kept")
     fps, most = frames_taken(request, spec)
-    control = mask = None
+    control: VideoUse | None = None
+    mask: VideoUse | ImageUse | BoxMask | None = None if request.mask is None else parse_boxes(request.mask)
     if request.control is not None:
         control = find_video(request.control, cache_dir, fps, most, field=_CONTROL, keep=keep, check=check)
-    if request.mask is not None:
+    if request.mask is not None and mask is None:
         mask = find_picture(request.mask, cache_dir, fps, most, field=_MASK, keep=keep, check=check)
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
-    return replace(spec, control=control, mask=mask, references=references)
+    return replace(spec, control=control, mask=mask, references=references, outpaint=request.outpaint)

@@ -17,8 +17,8 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import ClipPart, ImageUse, VideoUse
 from runtime.core.plan import plain_output
-from runtime.core.request import MAX_FRAMES, MAX_PROMPT_CHARACTERS, GenerationRequest
-from runtime.models.images import image_models, keep_image, remember
+from runtime.core.request import AUTO, MAX_FRAMES, MAX_PROMPT_CHARACTERS, OVERLAP, GenerationRequest
+from runtime.models.images import all_models, image_models, keep_image, remember
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, open_video
 from runtime.video.mp4 import find_metadata
@@ -40,7 +40,7 @@ def with_extended(
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> ModelSpec:
-    """Return a model with the video that a request continues, and its last frame as the image.
+    """Return a model with the video that a request continues, its last frame as the image, and what follows it.
 
     Args:
         cache_dir, keep, check: see `models.images.with_images`.
@@ -52,14 +52,35 @@ def with_extended(
         OutputError: if the disk is too full for a copy.
     """
     if request.extend is None:
+        alone = "join" if request.join is not None else None if request.overlap in {AUTO, 1} else "overlap"
+        if alone is not None:
+            raise InvalidRequestError(alone, "source.join_alone", field=alone)
         return spec
     if request.image is not None or request.video is not None:
         raise InvalidRequestError(FIELD, "source.two_starts")
     if spec.image_input is None:
         able = [model.name for model in image_models(weights_dir)]
         raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
+    if request.join is not None and request.last_image is not None:
+        raise InvalidRequestError("join", "source.two_ends")
+    one_frame = spec.control_input is None
+    if one_frame and (request.join is not None or request.overlap not in {AUTO, 1}):
+        field = "overlap" if request.join is None else "join"
+        able = [model.name for model in all_models(weights_dir) if model.control_input is not None]
+        raise InvalidRequestError(field, "source.one_frame", field=field, model=spec.title, models=able)
     use, image = continued(request.extend, cache_dir, keep=keep, check=check)
-    return replace(spec, extend=use, image=image)
+    following = None
+    if request.join is not None:
+        following = find_video(request.join, cache_dir, use.fps, MAX_FRAMES, field="join", keep=keep, check=check)
+        if following.frames >= MAX_FRAMES:
+            raise InvalidRequestError("join", "source.too_many_frames", file=following.name, most=MAX_FRAMES)
+        following = following.replace(parts=_parts_of(following, _metadata_of(following)))
+    shortest = min((use, *([] if following is None else [following])), key=lambda video: video.frames)
+    overlap = (1 if one_frame else min(OVERLAP, shortest.frames)) if request.overlap == AUTO else int(request.overlap)
+    if overlap > shortest.frames:
+        data = {"value": overlap, "video": shortest.name, "frames": shortest.frames}
+        raise InvalidRequestError("overlap", "source.overlap_too_long", **data)
+    return replace(spec, extend=use, image=image, overlap=overlap, join=following)
 
 
 def continued(

@@ -79,7 +79,7 @@ def with_images(
     )
     ends = "none" if spec.image_input is None else spec.image_input.last
     # A video does not end on exactly its keyframe: as a loop it would jump.
-    if request.loop != OFF and last_image is None and ends not in {"none", "keyframe"}:
+    if request.loop != OFF and last_image is None and request.join is None and ends not in {"none", "keyframe"}:
         last_image = image
     return replace(spec, image=image, last_image=last_image)
 
@@ -170,7 +170,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
     if image_input is None:
         return
     first = request.image or request.extend
-    if request.last_image is not None and first is None and image_input.last != "keyframe":
+    if request.last_image is not None and first is None and image_input.last not in {"keyframe", "alone"}:
         raise InvalidRequestError("image", "image.only_last")
     if request.last_image is not None and image_input.last == "none":
         raise InvalidRequestError("last_image", "image.model_without_last", model=spec.title)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
-from runtime.core.images import ImageUse, InputFile, VideoUse
+from runtime.core.images import NO_BORDERS, BoxMask, ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
 from runtime.core.request import (
     FINISHERS,
@@ -276,21 +276,23 @@ class ImageInput:
     Attributes:
         kind: "channels" appends a mask and the latents of the given frames to the latents; "first_frame" puts the
             latents of the image in place of the first latent frame, whose timestep is 0; "sections" gives every section
-            the images' latents as further frames, see `ModelSpec.section`.
+            the images' latents as further frames, see `ModelSpec.section`; "control" puts the images in place of
+            frames of the control video, which do not change, see `ControlInput`.
         vae: the encoder of the images' latents.
         required: whether the model makes no video without an image.
         last: whether a last image can be given. As a "keyframe" it is optional, also without a first one: the
             transformer is given its latents as a further latent frame, whose timestep is 0, at the place of the clip's
-            last latent frame. The video comes close to it and does not end on exactly it.
+            last latent frame. The video comes close to it and does not end on exactly it. "alone" is optional, also
+            without a first one, and the video ends on it.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
         crf: constant rate factor of H.264 with which images are compressed before they are encoded, as in the training;
             `None` for not at all.
     """
 
-    kind: Literal["channels", "first_frame", "sections"]
+    kind: Literal["channels", "first_frame", "sections", "control"]
     vae: VaeEncoderSpec
     required: bool
-    last: Literal["none", "optional", "required", "keyframe"] = "none"
+    last: Literal["none", "optional", "required", "keyframe", "alone"] = "none"
     tokens: int = 0
     width: int = 0
     crf: int | None = None
@@ -496,7 +498,10 @@ class ModelSpec:
         video: the video of one request, see `models.videos.with_video`.
         control_input: how it is steered by a control video; `None` if it cannot.
         control, mask, references: what steers the video of one request, see `models.control.with_control`.
+        outpaint: what is added around the control video of one request, see `core.images.Borders`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
+        overlap: how many of its last frames the new part begins with.
+        join: the video that follows the new part, which ends with as many of its first frames.
         interpolator: the network that computes frames between those of one request, see `interpolates`.
         upscaler: what enlarges the frames of one request, see `models.requested.with_finishers`.
         noise: where the scheduler puts the steps.
@@ -547,9 +552,12 @@ class ModelSpec:
     video: VideoUse | None = None
     control_input: ControlInput | None = None
     control: VideoUse | None = None
-    mask: VideoUse | ImageUse | None = None
+    mask: VideoUse | ImageUse | BoxMask | None = None
     references: tuple[ImageUse, ...] = ()
+    outpaint: tuple[float, ...] = NO_BORDERS
     extend: VideoUse | None = None
+    overlap: int = 1
+    join: VideoUse | None = None
     interpolator: "ModelSpec | None" = None
     upscaler: "ModelSpec | None" = None
     noise: NoiseLevels = UNKNOWN_LEVELS
@@ -683,13 +691,38 @@ class ModelSpec:
     @property
     def inputs(self) -> tuple[InputFile, ...]:
         """The request's images and videos."""
-        videos = (use for use in (self.extend, self.video, self.control, self.mask) if use is not None)
-        return (*self.images, *videos, *self.references)
+        videos = (self.extend, self.join, self.video, self.control, self.mask)
+        return (*self.images, *(use for use in videos if isinstance(use, InputFile)), *self.references)
 
     @property
     def followed_videos(self) -> tuple[VideoUse, ...]:
         """The request's videos whose frames are those of the clip, each as it is read at the clip's rate."""
-        return tuple(use for use in (self.video, self.control, self.mask) if isinstance(use, VideoUse))
+        mask = None if self.mask_holds else self.mask
+        return tuple(use for use in (self.video, self.control, mask) if isinstance(use, VideoUse))
+
+    @property
+    def mask_holds(self) -> bool:
+        """Whether the request's mask is the same in all frames: an image, boxes, or a video with one frame."""
+        return isinstance(self.mask, ImageUse | BoxMask) or (self.mask is not None and self.mask.frames == 1)
+
+    @property
+    def given_frames(self) -> tuple[int, int]:
+        """How many frames at the start and at the end of a clip are given; 0 unless a control branch reads them."""
+        if self.control_input is None:
+            return 0, 0
+        first = 0 if self.image is None else 1
+        last = 0 if self.last_image is None else 1
+        return first if self.extend is None else self.overlap, last if self.join is None else self.overlap
+
+    @property
+    def control_kind(self) -> Literal["none", "whole", "masked"]:
+        """What a control branch reads: a gray video, a control video that changes everywhere, or one with a mask.
+
+        Frames that are given, and borders around a control video, make a mask.
+        """
+        if self.mask is not None or any(self.outpaint) or any(self.given_frames):
+            return "masked"
+        return "none" if self.control is None else "whole"
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:

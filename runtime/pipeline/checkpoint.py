@@ -313,6 +313,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= set() if plan.video or plan.control or plan.images else _IMAGE_FIELDS
     unused |= {"control_scale"} if plan.control_scale == CONTROL_SCALE else set()
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
+    unused |= {"join"} if plan.overlap > 1 else {"join", "overlap"}
+    unused |= set() if any(plan.outpaint) else {"outpaint"}
     excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}
@@ -321,6 +323,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     excluded -= {"fps"} if timed else set()
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.inputs.items()}
+    clip |= {"mask": plan.mask.digest} if plan.mask else {}
     clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}
     return hashlib.sha256(json.dumps([clip, dict(stamps)], sort_keys=True).encode()).hexdigest()
 

@@ -10,12 +10,13 @@ from fractions import Fraction
 import numpy as np
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.images import VideoUse
+from runtime.core.plan import ExecutionPlan
 from runtime.core.sound import Sound
 from runtime.models.extended import FIELD
 from runtime.models.videos import open_video
-from runtime.video.reader import read_sound, read_video
-from runtime.video.sound_samples import continued
+from runtime.pipeline.input_frames import fitted_frames
+from runtime.video.reader import COLORS, read_sound, read_video
+from runtime.video.sound_samples import continued, followed
 
 # Frames that are read at once.
 _AT_ONCE = 4
@@ -25,21 +26,27 @@ _MOST_GAIN, _MOST_OFFSET = 1.15, 0.08 * _WHITE
 
 
 class Continuation:
-    """Joins a new part to a video; memory does not depend on their lengths.
+    """Joins a new part to a video, and to one that follows; memory does not depend on their lengths.
 
     Args:
-        use: the video that is continued.
+        plan: has the video that is continued.
         check: called many times a second while it is read; an exception that it raises ends that.
     """
 
-    def __init__(self, use: VideoUse, check: Callable[[], None]) -> None:
-        self._use, self._check = use, check
+    def __init__(self, plan: ExecutionPlan, check: Callable[[], None]) -> None:
+        assert plan.extend is not None
+        self._plan, self._use, self._check = plan, plan.extend, check
         self._table: np.ndarray | None = None
+        # New frames that wait: at the start for all that the video has too, then for the video that follows.
+        self._waiting = np.empty((0, plan.height, plan.width, COLORS), np.uint8)
+        # New frames so far, and how many of the last ones the video that follows has too.
+        self._count, self._shared = 0, 0 if plan.join is None else plan.overlap
 
     def join(self, frames: np.ndarray) -> Iterator[np.ndarray]:
         """Yield new frames with the colors of the video; before the first ones, all frames of the video.
 
-        The first new frame, which is the last one of the video, is left out.
+        The first new frames, which are the last ones of the video, are left out. After the last new frame come those of
+        the video that follows, if there is one; frames that both have fade from one to the other.
 
         Args:
             frames: the next ones, (n, height, width, 3) uint8.
@@ -48,16 +55,40 @@ class Continuation:
             InvalidRequestError: if the video's file is gone or has changed, or it has fewer frames than planned.
             MachineError: if there is no ffmpeg.
         """
+        self._count += len(frames)
+        frames = np.concatenate([self._waiting, frames])
         if self._table is None:
+            overlap = self._plan.overlap
+            if len(frames) < overlap:
+                self._waiting = frames
+                return
             last = frames[:0]
             for earlier in self._earlier():
                 yield earlier
                 last = earlier[-1:]
-            self._table = color_table(frames[0], last[0])
-            frames = frames[1:]
-        if len(frames):
-            colors = range(frames.shape[-1])
-            yield np.stack([self._table[color][frames[..., color]] for color in colors], axis=-1)
+            self._table = color_table(frames[overlap - 1], last[0])
+            frames = frames[overlap:]
+        ready = max(len(frames) - self._shared, 0)
+        self._waiting = frames[ready:]
+        if ready:
+            yield self._colored(frames[:ready])
+        if self._plan.join is not None and self._count == self._plan.frames:
+            yield from self._later(self._colored(self._waiting))
+
+    def _colored(self, frames: np.ndarray) -> np.ndarray:
+        """Return new frames with the colors of the video that they continue."""
+        assert self._table is not None
+        return np.stack([self._table[color][frames[..., color]] for color in range(COLORS)], axis=-1)
+
+    def _later(self, shared: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the frames of the video that follows, the first ones faded into from new ones."""
+        assert self._plan.join is not None
+        for number, image in enumerate(fitted_frames(self._plan, "join", self._plan.join.frames, self._check)):
+            frame = np.asarray(image)
+            if number < len(shared):
+                share = (number + 1) / (len(shared) + 1)
+                frame = np.rint((1 - share) * shared[number] + share * frame).astype(np.uint8)
+            yield frame[None]
 
     def join_sound(self, sound: Sound | None) -> Sound | None:
         """Return the sound of both parts, see `sound_samples.continued`.
@@ -74,7 +105,16 @@ class Continuation:
         layout = {} if sound is None else {"rate": sound.rate, "channels": len(sound.samples)}
         seconds = Fraction(use.frames, use.fps)
         earlier = read_sound(info, seconds, field=FIELD, check=self._check, **layout)
-        return continued(earlier, sound, use.frames, use.fps)
+        joined = continued(earlier, sound, use.frames, use.fps)
+        following = self._plan.join
+        if following is None:
+            return joined
+        layout = {} if joined is None else {"rate": joined.rate, "channels": len(joined.samples)}
+        seconds = Fraction(following.frames, use.fps)
+        later = read_sound(
+            open_video(following, self._check, "join"), seconds, field="join", check=self._check, **layout
+        )
+        return followed(joined, later, sum(part.frames for part in self._plan.parts) - following.frames, use.fps)
 
     def _earlier(self) -> Iterator[np.ndarray]:
         use, count = self._use, 0

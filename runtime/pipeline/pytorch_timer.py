@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError, MachineError, ran_out
 from runtime.core.facts import Fact
+from runtime.core.images import NO_BORDERS
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, is_block_program
 from runtime.core.request import ALL, SOUND_DECODERS, GenerationRequest
 from runtime.engines.key_parts import tokens_of
@@ -299,6 +300,10 @@ class PyTorchTimerFactory:
             control=None,
             mask=None,
             references=(),
+            outpaint=NO_BORDERS,
+            extend=None,
+            overlap=1,
+            join=None,
             interpolator=None,
             upscaler=None,
         ).for_images()

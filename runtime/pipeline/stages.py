@@ -3,22 +3,22 @@
 Each reads the plan and the progress from the job's `RunContext`, so that it can be called again after out-of-memory.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from PIL.Image import Image, fromarray
 
 from runtime.core.cancel import never
-from runtime.core.errors import BadResultError, InvalidRequestError
+from runtime.core.errors import BadResultError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import VideoUse
+from runtime.core.images import BoxMask, VideoUse, within_borders
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
@@ -36,9 +36,9 @@ from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
-from runtime.models.videos import open_video
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
+from runtime.pipeline.input_frames import InputVideo, fitted_frames
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
@@ -59,8 +59,11 @@ from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
 from runtime.video.preprocessing import preprocessed
-from runtime.video.reader import COLORS, read_video
+from runtime.video.reader import COLORS
 from runtime.video.recompression import recompressed
+
+# Of a control video: what is not given, as in the example of diffusers' `WanVACEPipeline`; of a mask: what changes.
+_GRAY, _CHANGES = 128, 255
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
@@ -222,12 +225,75 @@ def control_clip(
 ) -> ControlClip:
     """Read what steers a plan's video; see `video_frames`."""
     references = [open_image(use, "references", check) for use in plan.references]
-    video = None if plan.control is None else video_frames(plan, "control", check, warn)
-    mask = None if plan.mask is None else mask_frames(plan, check, warn)
-    clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
+    rows, columns = inside = within_borders(plan.width, plan.height, plan.outpaint)
+    shown = plan.replace(width=columns.stop - columns.start, height=rows.stop - rows.start)
+    video = None if plan.control is None else video_frames(shown, "control", check, warn)
+    mask = None if plan.mask is None else mask_frames(shown, check, warn)
+    clip = ControlClip(plan.frames, shown.height, shown.width, video, mask, references)
+    if warn is not None and clip.changes is not None:
+        _warn_of_mask(clip.changes, plan, warn)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
+    if any(plan.outpaint):
+        clip = _outpainted(clip, inside, plan)
+    if plan.extend is not None or plan.images:
+        clip = _with_given_frames(clip, given_frames(plan, check))
     return clip
+
+
+def _warn_of_mask(changes: torch.Tensor, plan: ExecutionPlan, warn: Callable[[Fact], None]) -> None:
+    """Warn of a mask of one color."""
+    if not changes.any() and not any(plan.outpaint):
+        warn(Fact("control.mask_black"))
+    elif changes.all():
+        warn(Fact("control.mask_white"))
+
+
+def _outpainted(clip: ControlClip, inside: tuple[slice, slice], plan: ExecutionPlan) -> ControlClip:
+    """Return a clip with gray borders that change; without a mask, the video within does not.
+
+    Source: `OutpaintingVideoAnnotator` of github.com/ali-vilab/VACE.
+    """
+    assert clip.video is not None
+    sides = plan.height, plan.width
+    video = torch.full((clip.frames, *sides, COLORS), _GRAY, dtype=torch.uint8)
+    video[(slice(None), *inside)] = clip.video
+    mask = torch.full((1 if clip.mask is None else clip.frames, *sides), _CHANGES, dtype=torch.uint8)
+    mask[(slice(None), *inside)] = 0 if clip.mask is None else clip.mask
+    return replace(clip, height=plan.height, width=plan.width, video=video, mask=mask.expand(clip.frames, -1, -1))
+
+
+def _with_given_frames(clip: ControlClip, given: tuple[Sequence[Image], Sequence[Image]]) -> ControlClip:
+    """Return a clip that begins and ends with frames that do not change; without a control video, the rest is gray.
+
+    Source: `FrameRefExpandAnnotator` of github.com/ali-vilab/VACE, and the example of diffusers' `WanVACEPipeline`.
+    """
+    shape = clip.frames, clip.height, clip.width
+    video = torch.full((*shape, COLORS), _GRAY, dtype=torch.uint8) if clip.video is None else clip.video
+    mask = torch.full(shape, _CHANGES, dtype=torch.uint8) if clip.mask is None else clip.mask.clone()
+    first, last = given
+    for number, image in enumerate((*first, *last)):
+        place = number if number < len(first) else number - len(first) - len(last)
+        video[place] = torch.from_numpy(np.array(image))
+        mask[place] = 0
+    return replace(clip, video=video, mask=mask)
+
+
+def given_frames(plan: ExecutionPlan, check: Callable[[], None] = never) -> tuple[list[Image], list[Image]]:
+    """Return the frames that a clip begins with, and those that it ends with, of the plan's size; see `video_frames`.
+
+    They are the last frames of a video that it continues, or its image; the first ones of a video that follows, or its
+    last image.
+    """
+    still = plan if plan.extend is None else plan.replace(image=None)
+    images = dict(zip(still.images, images_of(still, check), strict=True))
+    first, last = ([images[field]] if field in images else [] for field in ("image", "last_image"))
+    if plan.extend is not None:
+        frames = fitted_frames(plan, "extend", plan.extend.frames, check)
+        first = list(deque(frames, plan.overlap))
+    if plan.join is not None:
+        last = list(fitted_frames(plan, "join", plan.overlap, check))
+    return first, last
 
 
 def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None:
@@ -242,7 +308,7 @@ def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None
 
 def video_frames(
     plan: ExecutionPlan,
-    field: Literal["video", "control", "mask"] = "video",
+    field: InputVideo = "video",
     check: Callable[[], None] = never,
     warn: Callable[[Fact], None] | None = None,
 ) -> torch.Tensor:
@@ -259,38 +325,30 @@ def video_frames(
         InvalidRequestError: if it cannot be read, or has fewer frames by now.
         MachineError: if there is no ffmpeg.
     """
-    use: VideoUse | None = getattr(plan, field)
-    assert isinstance(use, VideoUse)
-    info = open_video(use, check, field)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
     video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check)
-    count = 0
-    while True:
-        try:
-            (frame,) = next(reading)
-        except StopIteration as end:
-            damage = end.value
-            break
-        image = fitted(fromarray(frame), plan.width, plan.height, plan.image_fit, plan.image_position)
-        video[count] = torch.from_numpy(np.array(image.convert(mode)))
-        count += 1
-    if count < plan.frames:
-        raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=plan.frames)
-    if damage and warn is not None:
-        warn(Fact("source.damaged", {"file": use.name, "line": damage}))
+    for number, image in enumerate(fitted_frames(plan, field, plan.frames, check, warn)):
+        video[number] = torch.from_numpy(np.array(image.convert(mode)))
     return video
 
 
 def mask_frames(
     plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
 ) -> torch.Tensor:
-    """Return the brightness of a plan's mask, (frames, height, width), uint8; an image holds for all frames.
+    """Return the brightness of a plan's mask, (frames, height, width), uint8.
+
+    An image, boxes, and a video with one frame hold for all frames.
 
     Args, Raises: see `video_frames`.
     """
     if isinstance(plan.mask, VideoUse):
-        return video_frames(plan, "mask", check, warn)
+        read = plan.replace(frames=1) if plan.mask.frames == 1 else plan
+        return video_frames(read, "mask", check, warn).expand(plan.frames, -1, -1)
+    if isinstance(plan.mask, BoxMask):
+        white = torch.zeros(plan.height, plan.width, dtype=torch.uint8)
+        for box in plan.mask.boxes:
+            white[box.pixels(plan.width, plan.height)] = _CHANGES
+        return white.expand(plan.frames, -1, -1)
     assert plan.mask is not None
     image = open_image(plan.mask, "mask", check)
     frame = fitted(image, plan.width, plan.height, plan.image_fit, plan.image_position).convert("L")

@@ -59,8 +59,8 @@ class VideoOutput:
         self._finished = 0
         # Frames of all parts, without those of a loop.
         self._joined = 0
-        extend = context.plan.extend
-        self._continuation = None if extend is None else Continuation(extend, context.cancel.check)
+        plan, check = context.plan, context.cancel.check
+        self._continuation = None if plan.extend is None else Continuation(plan, check)
         self._loop: Loop | None = None
         # Frames that are too few for a call of the upscaler.
         self._rest: list[np.ndarray] = []

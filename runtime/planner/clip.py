@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
-from runtime.core.images import CROP, InputFile, VideoUse
+from runtime.core.images import CROP, InputFile, VideoUse, with_borders
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
@@ -64,7 +64,15 @@ def _as_before(request: GenerationRequest, video: VideoUse, field: str) -> int:
 
 def _first_input(spec: ModelSpec) -> InputFile | None:
     """Return what the size follows from, if it is not text alone."""
-    return next(iter((*spec.followed_videos, *spec.images)), None)
+    return next(iter((*spec.followed_videos, *spec.images)), None) if spec.control is None else _with_borders(spec)
+
+
+def _with_borders(spec: ModelSpec) -> InputFile | None:
+    """Return the control video with the proportions that it has with its borders."""
+    if spec.control is None:
+        return None
+    width, height = map(round, with_borders(spec.control.width, spec.control.height, spec.outpaint))
+    return spec.control.replace(width=width, height=height)
 
 
 def frames_for(request: GenerationRequest, spec: ModelSpec, fps: int) -> int:
@@ -216,6 +224,10 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
         raise InvalidRequestError(
             "frames", "planner.frame_count", value=frames, model=spec.title, stride=stride, able=supported
         )
+    given = sum(spec.given_frames)
+    if frames <= given:
+        more = (given - 1) // stride * stride + 1 + stride
+        raise InvalidRequestError("frames", "planner.no_new_frames", value=frames, given=given, able=more)
     if spec.has_keyframe and frames <= stride:
         raise InvalidRequestError(
             "frames", "planner.too_short_for_last_image", value=frames, model=spec.title, able=stride + 1
@@ -268,7 +280,7 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
     """Return the warnings about images and videos of which cropping cuts a visible part."""
     images: dict[str, InputFile | None] = {"planner.last_image_cut": spec.last_image}
     if AUTO not in {request.width, request.height}:
-        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video or spec.control, **images}
+        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video or _with_borders(spec), **images}
     facts = []
     for code, image in images.items():
         if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:

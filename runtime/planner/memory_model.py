@@ -225,8 +225,8 @@ def _control_flops(spec: ModelSpec, latent: LatentSize) -> float:
     """Return the operations of encoding what steers a clip; see `families.wan.vace.control_latents`."""
     clip = _encoded_clip(spec, latent)
     video, gray = (spec.input_encoder.encode_flops(*clip, video=video) for video in (True, False))
-    parts = (gray, gray + video, 2 * video)[0 if spec.control is None else 1 if spec.mask is None else 2]
-    return parts + len(spec.references) * spec.input_encoder.encode_flops(1, *clip[1:])
+    parts = {"none": gray, "whole": gray + video, "masked": 2 * video}
+    return parts[spec.control_kind] + len(spec.references) * spec.input_encoder.encode_flops(1, *clip[1:])
 
 
 def _image_input(spec: ModelSpec) -> ImageInput:
@@ -379,11 +379,11 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     frames, *sides = workload.latent_shape[2:]
     rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
     count, height, width = _encoded_clip(spec, (frames, rows, columns))
-    if not spec.followed_videos:
+    if not spec.followed_videos and spec.control_kind == "none":
         return spec.input_encoder.encode_bytes(count, height, width, element)
     call = spec.input_encoder.encode_bytes(min(count, spec.vae.scale_factor_temporal), height, width, element)
     caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
-    channels = _COLORS + (spec.mask is not None)
+    channels = _COLORS + (spec.control_kind == "masked")
     return call + caches + (0 if workload.cuda else channels * count * workload.height * workload.width)
 
 

@@ -331,7 +331,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     assert spec.stages == int(request.stages), "a spec in another number of stages: see `models.requested`"
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     assert len(request.references) == len(spec.references), "a spec without its request's reference images"
-    for field in ("image", "last_image", "extend", "video", "control", "mask"):
+    for field in ("image", "last_image", "extend", "join", "video", "control", "mask"):
         # An extended video's last frame is the image, and a loop's image is the last one.
         follows = (field == "image" and request.extend is not None) or (field == "last_image" and request.loop != OFF)
         missing = not follows and (getattr(request, field) is None) != (getattr(spec, field) is None)
@@ -434,10 +434,13 @@ def _plan(
         loop=request.loop,
         sound=spec.sound is not None and request.sound != OFF,
         extend=spec.extend,
+        overlap=spec.overlap,
+        join=spec.join,
         video=spec.video,
         strength=settings.strength,
         control=spec.control,
         mask=spec.mask,
+        outpaint=spec.outpaint,
         references=spec.references,
         control_scale=request.control_scale,
         preprocess=request.preprocess,

@@ -37,6 +37,9 @@ _OF_FIRST_PART = (
     "video",
     "strength",
     "loop",
+    "overlap",
+    "join",
+    "outpaint",
     *CONTROL_FIELDS,
     "control_scale",
     "preprocess",
@@ -88,6 +91,7 @@ class JobReplanner:
                 image=spec.image,
                 last_image=spec.last_image,
                 extend=spec.extend,
+                join=spec.join,
                 video=spec.video,
                 control=spec.control,
                 mask=spec.mask,
@@ -156,8 +160,8 @@ def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
         [
             None if use is None else use.digest
             for use in (
-                *(source.image, source.last_image, source.extend, source.video, source.control, source.mask),
-                *source.references,
+                *(source.image, source.last_image, source.extend, source.join),
+                *(source.video, source.control, source.mask, *source.references),
             )
         ]
         for source in (plan, spec)

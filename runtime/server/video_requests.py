@@ -19,7 +19,7 @@ from starlette.types import Message
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import cut, shortened
-from runtime.core.images import by_field, field_of, input_key
+from runtime.core.images import BOXES, by_field, field_of, input_key
 from runtime.core.loras import Lora
 from runtime.core.request import FIELDS, MAX_SIDE, OFF, GenerationRequest
 from runtime.core.request_fields import SIZE_PATTERN, ImageFiles, MaskFile, Number, Prompt, VideoFile, read_size
@@ -93,6 +93,8 @@ def json_schema(reference: str) -> dict[str, Any]:
         if name in _LISTS:
             (item,) = schema_of_file["anyOf"]
             schema_of_file = {"anyOf": [{"type": "array", "items": item, "maxItems": _LISTS[name]}]}
+        if name in MASK_FIELDS:
+            schema_of_file["anyOf"].append({"type": "string", "pattern": f"^{BOXES}"})
         properties[name] = {**described, "default": None, **schema_of_file}
     properties["model"]["description"] = "The ID of a model, from GET /v1/models."
     properties["backends"]["examples"] = [{"vae": "onnxruntime"}]
@@ -248,7 +250,7 @@ def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> Generati
         # Programs that name a size get it, also of a model whose videos are usually upscaled.
         fields.setdefault("upscale", OFF)
     for name in FILE_FIELDS:
-        if fields.get(name) is not None:
+        if fields.get(name) is not None and not is_boxes(name, fields[name]):
             raise _no_file(name)
     request = GenerationRequest.from_mapping({**fields, **by_field(copies)})
     by_name(request.loras)
@@ -280,6 +282,9 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
     files: dict[str, File] = {}
     for name, keys in _FILES.items():
         given = values.pop(name, None)
+        if is_boxes(name, given):
+            values[name] = given
+            continue
         entries = given if name in _LISTS and isinstance(given, list) else [] if given is None else [given]
         for entry in entries:
             parts = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
@@ -289,6 +294,11 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
                 case _:
                     raise _no_file(name)
     return values, files
+
+
+def is_boxes(field: str, value: object) -> bool:
+    """Return whether the value of a field of files describes boxes instead, see `core.images.BoxMask`."""
+    return field in MASK_FIELDS and isinstance(value, str) and value.startswith(BOXES)
 
 
 def _no_file(field: str) -> InvalidRequestError:
@@ -342,6 +352,8 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, File]]:
             # Browsers send a file field that was left empty as a file without name and content.
             if value.filename or value.size:
                 _add_file(files, name, (await value.read(), plain_name(value.filename or NAMELESS)))
+        elif inner is None and is_boxes(name, value):
+            _add_text(values, name, None, value)
         elif name in _FILES:
             if inner not in _FILES[name] and (inner or value):
                 raise _no_file(name)

@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
+from runtime.core.images import NO_BORDERS
 from runtime.core.request import COMPONENTS, CONTROL_FIELDS, FIELDS, FINISHERS, OFF, GenerationRequest
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
@@ -32,6 +33,8 @@ SIZE_FROM = "size_from"
 FROM_IMAGE = "image"
 # The fields whose image or video the size can follow.
 _SIZED = ("image", "video", "control")
+# Besides the files that steer a video, what only models have that are steered.
+_OF_CONTROL = ("control_scale", "preprocess", "outpaint", "overlap", "join")
 NAMES = (
     *(
         control
@@ -124,8 +127,8 @@ def popovers(
     for name in (name for name, declared in FIELDS.items() if declared.group == "image"):
         stored: dict[str, Any] = {"visible": "hidden", "label": FIELDS[name].label, "elem_id": f"stored-{name}"}
         default = GenerationRequest.model_fields[name].default
-        number = isinstance(FIELDS[name], Number)
-        text = fields.stored_text(name, default)
+        number = isinstance(FIELDS[name], Number) and not FIELDS[name].placeholder
+        text = "" if default == AUTO else fields.stored_text(name, default)
         controls[name] = gr.Number(default, **stored) if number else gr.Textbox(text, **stored)
     controls[SIZE_FROM] = gr.Textbox("", visible="hidden", label="Size from", elem_id=f"stored-{SIZE_FROM}")
     with _popover("size"):
@@ -287,7 +290,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
+            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, *_OF_CONTROL)),
         )
         if not there
     }
@@ -465,7 +468,9 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     if spec.image_input is None:
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
-        request["preprocess"] = OFF
+        request["preprocess"], request["outpaint"] = OFF, NO_BORDERS
+    if request["extend"] is None:
+        request["overlap"], request["join"] = AUTO, None
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):

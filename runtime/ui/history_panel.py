@@ -11,6 +11,7 @@ from typing import Any
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.images import NO_BORDERS
 from runtime.core.messages.components import TITLES
 from runtime.core.request import BACKENDS, CONTROL_SCALE, FIELDS, OFF, STRENGTH
 from runtime.core.request_fields import AUTO, Choice, ImageFiles, Loras, Scales, StepCache
@@ -38,7 +39,7 @@ AGES = (7, 30, 90, 365)
 # Videos of earlier versions have no value for these fields.
 _DEFAULTS_OF_NEWER: Mapping[str, Any] = {
     "upscaler": AUTO, "strength": STRENGTH, "stages": "1", "references": (), "control_scale": CONTROL_SCALE,
-    "preprocess": OFF,
+    "preprocess": OFF, "outpaint": NO_BORDERS, "overlap": AUTO,
 }  # fmt: skip
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48

@@ -39,6 +39,8 @@ from runtime.video.mp4 import read_frame
 EXAMPLES = ROOT / "examples"
 # Of files, for file dialogs; browsers do not know MKV as a video.
 _VIDEOS = "video/*,.mkv"
+# What is set beside the files that steer a video.
+_STEERING = ("control_scale", "preprocess", "outpaint", "overlap")
 _SIDE = 512
 _QUALITY = 85
 
@@ -58,6 +60,8 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
         if videos:
             places.append((extended.FIELD, FIELDS[extended.FIELD].label, False))
+            if spec.control_input is not None:
+                places.append(("join", FIELDS["join"].label, False))
     takes_video = videos and spec.video_input is not None
     if takes_video:
         places.append((FIELD, FIELDS[FIELD].label, False))
@@ -73,7 +77,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         accepted={field: _accepted(field) for field, _, _ in places},
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
-        steering={name: FIELDS[name] for name in ("control_scale", "preprocess") if spec.control_input is not None},
+        steering={} if spec.control_input is None else {name: FIELDS[name] for name in _STEERING},
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )

@@ -78,6 +78,20 @@ def continued(earlier: Sound | None, new: Sound | None, earlier_frames: int, fps
     return Sound(np.concatenate([before, *rest], axis=1), rate)
 
 
+def followed(sound: Sound | None, later: Sound | None, frames: int, fps: int | Fraction) -> Sound | None:
+    """Return the sound of so many frames and of a video that follows them; what is missing before it is silent.
+
+    Args:
+        later: of the same rate and channels as `sound`.
+    """
+    if later is None:
+        return sound
+    if sound is None:
+        sound = Sound(np.zeros((len(later.samples), 0), np.float32), later.rate)
+    before = fitted(sound, frames, fps).samples
+    return Sound(np.concatenate([before, later.samples], axis=1), later.rate)
+
+
 def _faded(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Return samples that fade from one to the other in a straight line, both (channels, samples)."""
     count = min(first.shape[1], second.shape[1])

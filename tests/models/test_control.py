@@ -14,7 +14,10 @@ from runtime.models.catalogue import find, look_up
 from runtime.models.images import images_dir
 from runtime.models.requested import with_inputs
 from runtime.models.spec import ModelSpec
+from runtime.planner.resolve import PlanningContext, resolve
+from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, encoded, picture, saved
+from tests.plans import machine
 from tests.video.test_reader import H264, make
 
 Tiny = Callable[[str], ModelSpec]
@@ -47,7 +50,7 @@ def test_a_mask_is_a_video_or_an_image(tiny: Tiny, tmp_path: Path) -> None:
 
     def mask_of(file: str) -> InputFile:
         found = with_inputs(spec, request(control=control, mask=file, fps=8), tmp_path, tmp_path).mask
-        assert found is not None
+        assert isinstance(found, InputFile)
         return found
 
     animated = make(tmp_path / "a.gif", inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
@@ -84,12 +87,65 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
         ("references", ["none.png"]),
         ("control_scale", 0.5),
         ("preprocess", "gray"),
+        ("outpaint", 10),
     ):
         for spec in (find("diorama", tmp_path), tiny("wan2.1"), look_up("ltx-2", tmp_path)):
             with pytest.raises(InvalidRequestError) as refused:
                 with_inputs(spec, request(**{field: value}), tmp_path, tmp_path)
             assert (refused.value.field, refused.value.code) == (field, "control.model_without")
             assert {"wan2.1-vace-1.3b", "wan2.1-vace-14b"} <= set(refused.value.data["models"])
+
+
+def test_files_that_cannot_be_used_are_refused_in_one_line(
+    tiny: Tiny, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
+    codes = dict.fromkeys(("fifo", "device", "folder"), "source.not_a_file") | {
+        "deep": "source.no_video",
+        "large": "source.file_too_large",
+    }
+    for name, put in HOSTILE.items():
+        put(tmp_path / name)
+    (tmp_path / "cut").write_bytes(clip.read_bytes()[:900])
+    make(tmp_path / "sound.m4a", "-vn", inputs=("-f", "lavfi", "-i", "sine=duration=1"))
+    make(tmp_path / "huge.mkv", "-vf", "scale=8000:6000", "-c:v", "mjpeg", "-frames:v", "1", inputs=("-i", str(clip)))
+    make(tmp_path / "none.mkv", "-c:v", "ffv1", "-frames:v", "0", inputs=("-i", str(clip)))
+    codes |= {"cut": "source.no_video", "sound.m4a": "source.only_sound", "huge.mkv": "source.too_large"}
+    codes |= {"none.mkv": "source.no_video", "missing": "source.unreadable"}
+    cache = tmp_path / "cache"
+    for name, code in codes.items():
+        for field in ("control", "mask", "join"):
+            with subtests.test(f"{field} {name}"):
+                first = {"mask": {"control": str(clip)}, "join": {"extend": str(clip)}}.get(field, {})
+                with pytest.raises(InvalidRequestError) as refused:
+                    with_inputs(tiny("wan2.1-vace"), request(**first, **{field: str(tmp_path / name)}), tmp_path, cache)
+                assert (refused.value.field, refused.value.code) == (field, code)
+                assert refused.value.remedy and "\n" not in refused.value.what + refused.value.remedy
+
+
+def test_only_steered_models_start_from_several_frames(tiny: Tiny, tmp_path: Path) -> None:
+    clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
+    for values, field in (({"overlap": 5}, "overlap"), ({"join": "none.mp4", "overlap": 5}, "join")):
+        with pytest.raises(InvalidRequestError) as refused:
+            with_inputs(find("diorama", tmp_path), request(extend="none.mp4", **values), tmp_path, tmp_path)
+        assert (refused.value.field, refused.value.code) == (field, "source.one_frame")
+        assert "wan2.1-vace-14b" in refused.value.data["models"]
+    assert with_inputs(find("diorama", tmp_path), request(extend=str(clip)), tmp_path, tmp_path).overlap == 1
+    steered = tiny("wan2.1-vace")
+    with pytest.raises(InvalidRequestError) as refused:
+        with_inputs(steered, request(extend=str(clip), overlap=9), tmp_path, tmp_path)
+    assert (refused.value.code, refused.value.data["frames"]) == ("source.overlap_too_long", 8)
+    extended = with_inputs(steered, request(extend=str(clip), join=str(clip)), tmp_path, tmp_path)
+    assert (extended.overlap, extended.given_frames) == (8, (8, 8))
+    for frames, able in ((13, 17), (17, None)):
+        asked = request(extend=str(clip), join=str(clip), frames=frames)
+        context = PlanningContext(machine(), tmp_path / "x.mp4")
+        if able is None:
+            assert resolve(asked, extended, context).frames == frames
+            continue
+        with pytest.raises(InvalidRequestError) as refused:
+            resolve(asked, extended, context)
+        assert (refused.value.code, refused.value.data["able"]) == ("planner.no_new_frames", able)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +157,16 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
         ({"control": "none.mp4"}, "control", "source.unreadable"),
         ({"references": ["none.png"]}, "references", "image.unreadable"),
         ({"control": f"sha256:{'0' * 64}/a.mp4"}, "control", "source.copy_missing"),
-        ({"image": "none.png"}, "image", "image.model_without"),
+        ({"image": "none.png"}, "image", "image.unreadable"),
+        ({"last_image": "none.png"}, "last_image", "image.unreadable"),
+        ({"outpaint": 10}, "outpaint", "control.outpaint_alone"),
+        ({"control": "none.mp4", "outpaint": 10, "preprocess": "edges"}, "preprocess", "control.preprocess_kept"),
+        ({"mask": "box:0,0,50,50"}, "mask", "control.mask_alone"),
+        ({"join": "none.mp4"}, "join", "source.join_alone"),
+        ({"overlap": 5}, "overlap", "source.join_alone"),
+        ({"extend": "none.mp4", "join": "none.mp4", "last_image": "none.png"}, "last_image", "image.unreadable"),
         ({"video": "none.mp4"}, "video", "source.model_without"),
-        ({"extend": "none.mp4"}, "extend", "source.not_continued"),
+        ({"extend": "none.mp4"}, "extend", "source.unreadable"),
     ],
 )
 def test_what_does_not_fit_is_refused(

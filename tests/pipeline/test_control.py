@@ -5,21 +5,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanVACEPipeline
 from PIL import Image
 
 from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
-from runtime.core.images import ImageUse
+from runtime.core.facts import Fact
+from runtime.core.images import BoxMask, ImageUse, VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.control import with_control
+from runtime.models.requested import with_inputs
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
 from runtime.pipeline.stages import control_clip
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
+from runtime.video.reader import read_info, read_video
 from tests.image_files import saved
 from tests.pipeline.killing import killed
 from tests.pipeline.test_from_video import Clip, final_latents, starve_first_encoding
@@ -28,6 +32,12 @@ from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
 from tests.plans import machine, tiny_plan, with_strategy
 from tests.video.test_reader import H264, make
+
+
+def decoded(path: Path) -> np.ndarray:
+    """Return all frames of a video."""
+    return np.concatenate([*read_video(read_info(path), 8)]).astype(int)
+
 
 Tiny = Callable[[str], ModelSpec]
 # A box that grows: black outside, white inside, and gray between.
@@ -47,6 +57,14 @@ def planned(spec: ModelSpec, folder: Path, *inputs: str, **values: Any) -> Clip:
     if "still" in inputs:
         files["mask"] = str(folder / "mask.png")
         Image.linear_gradient("L").resize((64, 32)).save(folder / "mask.png")
+    for field, luma in (("extend", "X*4"), ("join", "255-Y*8")):
+        if field in inputs:
+            files[field] = str(folder / f"{field}.mp4")
+            source = f"color=gray:size=64x32:rate=8:duration=1,geq=lum='{luma}*(8-N)/8':cb=128+N*8:cr=128"
+            make(folder / f"{field}.mp4", *H264, inputs=("-f", "lavfi", "-i", source))
+    for field in ("image", "last_image"):
+        if field in inputs:
+            files[field] = str(saved(folder / f"{field}.png", 64, 40, turned=field == "last_image"))
     if "references" in inputs:
         files["references"] = [str(folder / "wide.png"), str(folder / "high.png")]
         Image.linear_gradient("L").convert("RGB").resize((93, 40)).save(folder / "wide.png")
@@ -54,7 +72,7 @@ def planned(spec: ModelSpec, folder: Path, *inputs: str, **values: Any) -> Clip:
     fields: dict[str, Any] = {"prompt": "a red boat", "negative_prompt": "blue ball", "width": 64, "height": 32}
     fields |= {"frames": 9, "steps": 3, "seed": 3, "fps": 8, "guidance_scale": 4.0}
     request = GenerationRequest.from_mapping(fields | files | values)
-    spec = with_control(spec, request, folder, folder)
+    spec = with_inputs(spec, request, folder, folder)
     return Clip(resolve(request, spec, PlanningContext(machine(), folder / "x.mp4")), spec)
 
 
@@ -83,11 +101,24 @@ def by_diffusers(clip: Clip) -> torch.Tensor:
     return latents
 
 
+PATTERN = "testsrc=size"
+# A continuation has the size and the rate of its video.
+OF_CLIP: dict[str, Any] = dict.fromkeys(("width", "height", "fps"), "auto")
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "text only": ("wan2.1-vace", (), {}),
     "control": ("wan2.1-vace", ("control",), {}),
     "control and mask": ("wan2.1-vace", ("control", "mask"), {}),
     "control and a mask that holds": ("wan2.1-vace", ("control", "still"), {}),
+    "control and boxes": ("wan2.1-vace", ("control",), {"mask": "box:10,20,30,50+60,0,40,100", "guidance_scale": 1.0}),
+    "outpaint": ("wan2.1-vace", ("control",), {"outpaint": [50, 0, 25, 100], "guidance_scale": 1.0}),
+    "outpaint and mask": ("wan2.1-vace", ("control", "mask"), {"outpaint": 50, "guidance_scale": 1.0}),
+    "first image": ("wan2.1-vace", ("image",), {}),
+    "last image": ("wan2.1-vace", ("last_image",), {"guidance_scale": 1.0}),
+    "first and last image, references": ("wan2.1-vace", ("image", "last_image", "references"), {"guidance_scale": 1.0}),
+    "first image and control": ("wan2.1-vace", ("image", "control", "mask"), {"guidance_scale": 1.0}),
+    "first clip": ("wan2.1-vace", ("extend",), {"overlap": 5, "guidance_scale": 1.0, **OF_CLIP}),
+    "first and last clip": ("wan2.1-vace", ("extend", "join"), {"overlap": 3, "guidance_scale": 1.0, **OF_CLIP}),
+    "experts, first and last clip": ("wan2.2-vace", ("extend", "join", "control"), {"overlap": 2, **OF_CLIP}),
     "references": ("wan2.1-vace", ("references",), {"guidance_scale": 1.0}),
     "all": ("wan2.1-vace", ("control", "mask", "references"), {}),
     "scale": ("wan2.1-vace", ("control",), {"control_scale": 0.4, "guidance_scale": 1.0}),
@@ -143,6 +174,138 @@ def test_an_image_as_a_mask_holds_for_all_frames_and_is_fitted_as_the_video(tiny
 def test_checkpoints_belong_to_the_preprocessing(tiny: Tiny, tmp_path: Path) -> None:
     kinds = [planned(tiny("wan2.1-vace"), tmp_path, "control", preprocess=kind) for kind in ("off", "gray", "blur")]
     assert len({identity({}, clip.plan) for clip in kinds}) == len(kinds)
+
+
+def test_masks_of_one_color_are_reported(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1-vace")
+    for color, values, code in (
+        (0, {}, "control.mask_black"),
+        (100, {}, "control.mask_black"),
+        (255, {}, "control.mask_white"),
+        (0, {"outpaint": 50}, None),
+        (255, {"outpaint": 50}, "control.mask_white"),
+    ):
+        Image.new("L", (64, 32), color).save(tmp_path / "plain.png")
+        plan = planned(spec, tmp_path, "control", mask=str(tmp_path / "plain.png"), **values).plan
+        warnings: list[Fact] = []
+        clip = control_clip(plan, warn=warnings.append)
+        assert [warning.code for warning in warnings] == ([] if code is None else [code])
+        assert clip.changes is not None and clip.changes[0, 0, 0] == (color == 255 or bool(values))
+
+
+def test_odd_videos_and_masks_become_the_frames_of_a_clip(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1-vace")
+    plain = make(tmp_path / "plain.mp4", *H264, inputs=("-f", "lavfi", "-i", f"{PATTERN}=64x32:rate=8:duration=2"))
+    white = "-vf", "drawbox=w=iw/2:h=ih:t=fill:color=white,drawbox=x=iw/2:w=iw/2:h=ih:t=fill:color=black"
+
+    def odd(name: str, *options: str, size: str = "64x32:rate=8:duration=2") -> str:
+        return str(make(tmp_path / name, *options, inputs=("-f", "lavfi", "-i", f"{PATTERN}={size}")))
+
+    turned = make(tmp_path / "t.mp4", "-c", "copy", inputs=("-display_rotation", "90", "-i", str(plain)))
+    cut = tmp_path / "cut.webm"
+    cut.write_bytes(Path(odd("whole.webm", "-c:v", "libvpx", "-g", "4")).read_bytes()[:-2_000])
+    controls = {
+        "odd size": odd("odd.mkv", "-c:v", "ffv1", size="63x31:rate=8:duration=2"),
+        "other size and rate": odd("large.mp4", *H264, size="320x180:rate=30:duration=2"),
+        "variable rate": odd("vfr.mkv", "-vf", "setpts='if(lt(N,8),N,2*N-8)/8/TB'", "-fps_mode", "vfr", *H264),
+        "turned by metadata": str(turned),
+        "truncated": str(cut),
+        "HEVC with 10 bits": odd("hevc.mp4", "-c:v", "libx265", "-pix_fmt", "yuv420p10", "-x265-params", "log-level=0"),
+        "alpha": odd("alpha.mkv", "-c:v", "ffv1", "-pix_fmt", "yuva420p"),
+        "longer than the clip": odd("long.mp4", *H264, size="64x32:rate=8:duration=9"),
+    }
+    masks = {
+        "other size and rate": odd("m.mkv", *white, "-c:v", "ffv1", size="128x64:rate=24:duration=2"),
+        "one frame": odd("one.mp4", *white, *H264, "-frames:v", "1"),
+        "longer": odd("longer.mp4", *white, *H264, size="64x32:rate=8:duration=5"),
+    }
+    for control, mask in (
+        *((file, None) for file in controls.values()),
+        *((str(plain), file) for file in masks.values()),
+    ):
+        plan = planned(spec, tmp_path, control=control, mask=mask, frames=5).plan
+        clip = control_clip(plan)
+        assert clip.video is not None and clip.video.shape == (5, 32, 64, 3) and clip.video.float().std() > 20
+        if mask is not None:
+            assert clip.changes is not None and clip.changes[:, :, :30].all() and not clip.changes[:, :, 34:].any()
+    # Without a length, the shortest video decides; a mask that holds does not.
+    short = odd("short.mp4", *white, *H264, size="64x32:rate=8:duration=1")
+    for mask, frames in ((short, 5), (masks["one frame"], 13)):
+        assert planned(spec, tmp_path, control=str(plain), mask=mask, frames="auto").plan.frames == frames
+
+
+def test_borders_and_boxes_are_where_they_should_be(tiny: Tiny, tmp_path: Path) -> None:
+    spec = tiny("wan2.1-vace")
+    plan = planned(spec, tmp_path, "control", outpaint=[50, 0, 50, 300], height="auto").plan
+    # The video has 2:1; with its borders it is a square.
+    assert plan.width == plan.height == 64
+    clip = control_clip(plan)
+    assert clip.video is not None and clip.mask is not None and clip.changes is not None
+    kept = torch.zeros(plan.height, plan.width, dtype=torch.bool)
+    kept[:16, 16:48] = True
+    assert (clip.changes == ~kept).all() and (clip.video[~kept.expand(9, -1, -1)] == 128).all()
+    assert clip.video[0][kept].float().std() > 30
+
+    masked = control_clip(
+        planned(spec, tmp_path, "control", mask="box:0,0,50,50", outpaint=100, width=96, height="auto").plan
+    )
+    assert masked.changes is not None
+    height, width = masked.changes.shape[1:]
+    inner = masked.changes[0, height // 3 : height * 2 // 3, width // 3 : width * 2 // 3]
+    assert inner.float().mean() == pytest.approx(1 / 4, abs=0.1) and inner[0, 0] and not inner[-1, -1]
+    assert masked.changes[0, 0].all()
+
+    boxes = planned(spec, tmp_path, "control", mask="box:0,50,25,50 + 50,0,50,50.0").plan
+    mask = control_clip(boxes).mask
+    assert mask is not None and mask.shape == (9, 32, 64)
+    wanted = torch.zeros(32, 64, dtype=torch.uint8)
+    wanted[16:, :16], wanted[:16, 32:] = 255, 255
+    assert (mask == wanted).all()
+    # Stored plans and requests have them.
+    stored = ExecutionPlan.model_validate_json(boxes.model_dump_json())
+    assert isinstance(stored.mask, BoxMask) and stored.mask == boxes.mask
+    assert boxes.request_json()["mask"] == "box:0,50,25,50+50,0,50,50"
+    assert boxes.inputs.keys() == {"control"}
+    digests = {
+        identity({}, planned(spec, tmp_path, "control", **values).plan)
+        for values in ({}, {"mask": "box:0,0,9,9"}, {"mask": "box:0,0,9,8"}, {"outpaint": 10})
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.slow
+def test_a_video_is_extended_from_several_frames_and_joined_to_another(tiny: Tiny, tmp_path: Path) -> None:
+    values = {"overlap": 3, "guidance_scale": 1.0, "steps": 2, "frames": 13, **OF_CLIP}
+    clip = planned(tiny("wan2.1-vace"), tmp_path, "extend", "join", **values)
+    plan = clip.plan
+    assert (plan.width, plan.height, plan.fps, plan.overlap) == (64, 32, 8, 3)
+    assert [part.frames for part in plan.parts] == [8, 13 - 6, 8] and plan.video_frames == 23
+    earlier, later = (decoded(tmp_path / f"{name}.mp4") for name in ("extend", "join"))
+    for name in ("extend", "join"):
+        (tmp_path / f"{name}.mp4").unlink()
+    assert isinstance(run(plan, clip.spec, tmp_path / "whole")[-1], VideoSaved)
+    whole = frames_of(plan.output)
+    frames = np.frombuffer(whole, np.uint8).reshape(-1, 32, 64, 3).astype(int)
+    assert len(frames) == plan.video_frames
+    # The video as it was, and after the frames that fade into it, the other one; both are encoded once more.
+    assert abs(frames[:8] - earlier).mean() < 6 and abs(frames[-5:] - later[-5:]).mean() < 6
+    assert abs(frames[8:15] - earlier[-1]).mean() > 6
+    metadata = read_metadata(plan.output)
+    assert [part["frames"] for part in metadata["plan"]["parts"]] == [8, 7, 8]
+    again = GenerationRequest.from_mapping(metadata["request"])
+    assert (again.overlap, again.join, again.image) == (3, plan.join and plan.join.reference, None)
+    plan.output.unlink()
+    assert killed(clip.spec, plan, tmp_path / "killed", event="StepDone", count=1) == -9
+    events = run(plan, clip.spec, tmp_path / "killed")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == whole
+
+    one = planned(tiny("wan2.1-vace"), tmp_path, "extend", **values | {"overlap": "auto"})
+    assert one.plan.overlap == 8 and one.plan.video_frames == 8 + 13 - 8
+    digests = [
+        identity({}, planned(tiny("wan2.1-vace"), tmp_path, "extend", **values | {"overlap": overlap}).plan)
+        for overlap in (1, 2, 3)
+    ]
+    assert len({*digests, identity({}, plan)}) == 4
 
 
 @pytest.mark.slow
@@ -209,7 +372,7 @@ def test_a_job_with_a_still_mask_survives_a_kill_and_a_lost_image(tiny: Tiny, tm
     events = run(clip.plan, clip.spec, tmp_path / "killed")
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted
     assert any(isinstance(event, Resumed) for event in events)
-    assert clip.plan.mask is not None
+    assert isinstance(clip.plan.mask, ImageUse)
     clip.plan.mask.path.unlink()
     failed = run(clip.plan, clip.spec, None)[-1]
     assert isinstance(failed, Failed) and (failed.fact.code, failed.internal) == ("image.gone", False)
@@ -225,7 +388,7 @@ def test_memory_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch:
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted
 
-    assert clip.plan.mask is not None
+    assert isinstance(clip.plan.mask, VideoUse)
     longer = clip.plan.replace(frames=25, latent_shape=(1, 16, 7, 4, 8))
     for plan, name, code in ((longer, "control.mp4", "source.shorter"), (clip.plan, "mask.mp4", "source.gone")):
         if code == "source.gone":

@@ -91,6 +91,14 @@ MESSAGES: Mapping[str, Message] = {
     "request.mask_file": Message(
         "{field:setting} is not a file's name: {value}.", "Give the path of a video or an image, such as an MP4 or PNG."
     ),
+    "request.boxes": Message(
+        "{field:setting} is {value}, which is no box within the frame, or more than {most}.",
+        "Give box:LEFT,TOP,WIDTH,HEIGHT in percent of the frame, such as box:10,20,30,40, and join several with +.",
+    ),
+    "request.sides": Message(
+        "{field:setting} is {value}, which is neither one number nor four.",
+        "Give one for all sides, or LEFT,TOP,RIGHT,BOTTOM, such as 25,0,25,0.",
+    ),
     "request.input_reference": Message(
         "{field:setting} is {value}, which names no file.", "Give a path, or sha256: and 64 hexadecimal digits."
     ),

@@ -310,6 +310,19 @@ _VIDEOS: Mapping[str, Message] = {
     "source.two_starts": Message(
         "A video that is extended starts from its last frame.", "Leave out {set[image]} and {set[video]}."
     ),
+    "source.two_ends": Message(
+        "The new part leads either to an image or to a video.", "Leave out {set[last_image]} or {set[join]}."
+    ),
+    "source.join_alone": Message(
+        "{field:setting} is for a video that is extended, and there is none.", "Give one with {set[extend]}."
+    ),
+    "source.one_frame": Message(
+        "{field:setting} is given; {model} starts from the last frame of a video only.",
+        "Leave {field:setting} out, or select one of {models:list}.",
+    ),
+    "source.overlap_too_long": Message(
+        "{set[overlap]} is {value}; the video {video} has {frames:n frame}.", "Use at most {frames}."
+    ),
     "source.not_continued": Message(
         "{model} does not start from an image, so it cannot continue a video.", "Select one of {models:list}."
     ),
@@ -337,6 +350,18 @@ _VIDEOS: Mapping[str, Message] = {
     ),
     "control.preprocess_alone": Message(
         "Control frames are made of a control video, and there is none.", "Give one with {set[control]}."
+    ),
+    "control.mask_black": Message(
+        "The mask is black in all frames: the control video stays as it is.",
+        "What is white in the mask changes: check that it is not inverted.",
+    ),
+    "control.mask_white": Message("The mask is white in all frames: all of the control video changes."),
+    "control.outpaint_alone": Message(
+        "Borders are added to a control video, and there is none.", "Give one with {set[control]}."
+    ),
+    "control.preprocess_kept": Message(
+        "{set[outpaint]} keeps the control video as it is, so that nothing of it is preprocessed.",
+        "Give a mask of what changes with {set[mask]}, or leave one of them out.",
     ),
     "control.scales": Message(
         "{set[control_scale]} has {count} numbers; {model} has {blocks:n block} that read control videos.",

@@ -181,6 +181,10 @@ _REFUSALS: Mapping[str, Message] = {
         "{set[frames]} is {value}; {model} makes at least {able} frames with a last image.",
         "Use {able}, or leave {set[last_image]} out.",
     ),
+    "planner.no_new_frames": Message(
+        "{set[frames]} is {value}, and {given:n frame} of them are given: nothing is left to make.",
+        "Use at least {able}, or a smaller {set[overlap]}.",
+    ),
     "planner.prompt_times": Message(
         "The prompt has a time that cannot be read: {part}.",
         "Write the prompt of a time as [2s: …] or [2s-3.5s: …], with the start before the end.",

@@ -385,7 +385,7 @@ class WanFamily(Family):
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             encoders={"text_encoder": _TEXT_ENCODER.validate_python(model.configs["text_encoder"]).spec},
             programs=_programs(model.experts, image_input, control_input),
-            image_input=image_input,
+            image_input=image_input if control_input is None else _given_frames(vae),
             control_input=control_input,
             unsupported=_unsupported(control_input),
             video_input=_video_input(transformer, vae, model.parameters),
@@ -436,7 +436,7 @@ def _spec(
         parameters=counted,
         encoders={"text_encoder": configs.text_encoder},
         programs=programs,
-        image_input=configs.image_input,
+        image_input=configs.image_input if control_input is None else _given_frames(configs.vae),
         control_input=control_input,
         unsupported=_unsupported(control_input),
         video_input=_video_input(configs.transformer, configs.vae, counted),
@@ -593,6 +593,11 @@ def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput |
     if transformer.vace_in_channels != 2 * vae.z_dim + vae.scale_factor_spatial**2:
         raise ValueError("vace_in_channels")
     return ControlInput(vae=vae, blocks=len(transformer.vace_layers))
+
+
+def _given_frames(vae: VaeSpec) -> ImageInput:
+    """Return how a model with a control branch starts from an image, and ends with one."""
+    return ImageInput(kind="control", vae=vae, required=False, last="alone")
 
 
 def _programs(

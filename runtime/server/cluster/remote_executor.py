@@ -349,6 +349,7 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         image=planned.image,
         last_image=planned.last_image,
         extend=planned.extend,
+        join=planned.join,
         video=planned.video,
         control=planned.control,
         mask=planned.mask,
