@@ -221,10 +221,10 @@
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength" };
-  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", outpaint: "outpaint", overlap: "overlap" };
+  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", outpaint: "outpaint", "extend-frames": "extend_frames" };
   // The places without which an option has no effect.
   const NEEDS = { control_scale: ["control", "references", "image", "last_image", "extend"], preprocess: ["control"],
-    outpaint: ["control"], overlap: ["extend"] };
+    outpaint: ["control"], extend_frames: ["extend"] };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
     if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });

@@ -97,7 +97,7 @@ def clip_text(spec: ModelSpec, plan: ExecutionPlan) -> str:
     frames = f"{plan.frames} frames ({plan.seconds_of_video:.1f} s at {plan.fps} fps)"
     if plan.extend is not None:
         frames = f"{frames} after the {plan.extend.frames} of {plan.extend.name}"
-        frames = f"{frames}, {plan.overlap} of them again" if plan.overlap > 1 else frames
+        frames = f"{frames}, {plan.extend_frames} of them again" if plan.extend_frames > 1 else frames
     if plan.join is not None:
         frames = f"{frames}, before the {plan.join.frames} of {plan.join.name}"
     if plan.looping is not None:

@@ -345,7 +345,7 @@ class ResolvedRequest(FrozenModel):
         image, last_image: what the video starts from and ends with.
         image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
         extend: the video that this one continues; `image` is its last frame then.
-        overlap: how many of its last frames the new part begins with.
+        extend_frames: how many of its last frames the new part begins with.
         join: the video that follows the new part, which ends with as many of its first frames.
         video: what the video is made from, beside the prompt.
         strength: how much of it changes, above 0 and up to 1.
@@ -382,7 +382,7 @@ class ResolvedRequest(FrozenModel):
     image_fit: str = CROP
     image_position: float = MIDDLE
     extend: VideoUse | None = None
-    overlap: int = 1
+    extend_frames: int = 1
     join: VideoUse | None = None
     video: VideoUse | None = None
     strength: float = STRENGTH
@@ -534,10 +534,10 @@ class ExecutionPlan(ResolvedRequest):
         if self.extend is None:
             return (ClipPart(prompt=self.prompt, frames=self.frames),)
         # The first frames are the last ones of the video that is extended.
-        made = ClipPart(prompt=self.prompt, frames=self.frames - self.overlap)
+        made = ClipPart(prompt=self.prompt, frames=self.frames - self.extend_frames)
         if self.join is None:
             return (*self.extend.parts, made)
-        return (*self.extend.parts, made.replace(frames=made.frames - self.overlap), *self.join.parts)
+        return (*self.extend.parts, made.replace(frames=made.frames - self.extend_frames), *self.join.parts)
 
     @property
     def video_frames(self) -> int:
@@ -705,7 +705,7 @@ class ExecutionPlan(ResolvedRequest):
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
         used |= {"references": [], "control_scale": list(self.control_scale), **self.input_references}
-        used |= {"overlap": AUTO} if self.extend is None else {"image": None}  # it follows
+        used |= {"extend_frames": AUTO} if self.extend is None else {"image": None}  # it follows
         used |= {"outpaint": list(self.outpaint)}
         used |= {"mask": self.mask.reference} if isinstance(self.mask, BoxMask) else {}
         used["seconds"] = AUTO  # the frames are known

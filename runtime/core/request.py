@@ -121,7 +121,7 @@ MAX_REFERENCES = 8
 # The most that is added on a side of a control video, in percent of its width or height.
 MAX_BORDER = 300.0
 # The frames that a video and its continuation have in common, where a model can use several, and the most.
-OVERLAP, MAX_OVERLAP = 9, 81
+EXTEND_FRAMES, MAX_EXTEND_FRAMES = 9, 81
 # The fields of files that steer a video.
 CONTROL_FIELDS = ("control", "mask", "references")
 # What frames of a control video are made of those of its file.
@@ -616,19 +616,19 @@ class GenerationRequest(FrozenModel):
             docs="extend.md",
         ),
     ] = None
-    overlap: Annotated[
+    extend_frames: Annotated[
         int | Auto,
         Number(
-            label="Overlap",
+            label="Frames to extend from",
             help="From how many of the last frames of the extended video the new part starts. More continue its motion "
             "better. Only models that are steered by control videos can use more than one.",
             group="image",
-            flag="--overlap",
-            unset=f"{OVERLAP} where the model can, else 1",
+            flag="--extend-frames",
+            unset=f"{EXTEND_FRAMES} where the model can, else 1",
             docs="extend.md#several-frames",
             placeholder="auto",
             low=1,
-            high=MAX_OVERLAP,
+            high=MAX_EXTEND_FRAMES,
         ),
     ] = AUTO
     join: Annotated[

@@ -17,7 +17,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import ClipPart, ImageUse, VideoUse
 from runtime.core.plan import plain_output
-from runtime.core.request import AUTO, MAX_FRAMES, MAX_PROMPT_CHARACTERS, OVERLAP, GenerationRequest
+from runtime.core.request import AUTO, EXTEND_FRAMES, MAX_FRAMES, MAX_PROMPT_CHARACTERS, GenerationRequest
 from runtime.models.images import all_models, image_models, keep_image, remember
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, open_video
@@ -52,7 +52,7 @@ def with_extended(
         OutputError: if the disk is too full for a copy.
     """
     if request.extend is None:
-        alone = "join" if request.join is not None else None if request.overlap in {AUTO, 1} else "overlap"
+        alone = "join" if request.join is not None else None if request.extend_frames in {AUTO, 1} else "extend_frames"
         if alone is not None:
             raise InvalidRequestError(alone, "source.join_alone", field=alone)
         return spec
@@ -64,8 +64,8 @@ def with_extended(
     if request.join is not None and request.last_image is not None:
         raise InvalidRequestError("join", "source.two_ends")
     one_frame = spec.control_input is None
-    if one_frame and (request.join is not None or request.overlap not in {AUTO, 1}):
-        field = "overlap" if request.join is None else "join"
+    if one_frame and (request.join is not None or request.extend_frames not in {AUTO, 1}):
+        field = "extend_frames" if request.join is None else "join"
         able = [model.name for model in all_models(weights_dir) if model.control_input is not None]
         raise InvalidRequestError(field, "source.one_frame", field=field, model=spec.title, models=able)
     use, image = continued(request.extend, cache_dir, keep=keep, check=check)
@@ -76,11 +76,15 @@ def with_extended(
             raise InvalidRequestError("join", "source.too_many_frames", file=following.name, most=MAX_FRAMES)
         following = following.replace(parts=_parts_of(following, _metadata_of(following)))
     shortest = min((use, *([] if following is None else [following])), key=lambda video: video.frames)
-    overlap = (1 if one_frame else min(OVERLAP, shortest.frames)) if request.overlap == AUTO else int(request.overlap)
-    if overlap > shortest.frames:
-        data = {"value": overlap, "video": shortest.name, "frames": shortest.frames}
-        raise InvalidRequestError("overlap", "source.overlap_too_long", **data)
-    return replace(spec, extend=use, image=image, overlap=overlap, join=following)
+    extend_frames = (
+        (1 if one_frame else min(EXTEND_FRAMES, shortest.frames))
+        if request.extend_frames == AUTO
+        else int(request.extend_frames)
+    )
+    if extend_frames > shortest.frames:
+        data = {"value": extend_frames, "video": shortest.name, "frames": shortest.frames}
+        raise InvalidRequestError("extend_frames", "source.extend_frames", **data)
+    return replace(spec, extend=use, image=image, extend_frames=extend_frames, join=following)
 
 
 def continued(

@@ -500,7 +500,7 @@ class ModelSpec:
         control, mask, references: what steers the video of one request, see `models.control.with_control`.
         outpaint: what is added around the control video of one request, see `core.images.Borders`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
-        overlap: how many of its last frames the new part begins with.
+        extend_frames: how many of its last frames the new part begins with.
         join: the video that follows the new part, which ends with as many of its first frames.
         interpolator: the network that computes frames between those of one request, see `interpolates`.
         upscaler: what enlarges the frames of one request, see `models.requested.with_finishers`.
@@ -556,7 +556,7 @@ class ModelSpec:
     references: tuple[ImageUse, ...] = ()
     outpaint: tuple[float, ...] = NO_BORDERS
     extend: VideoUse | None = None
-    overlap: int = 1
+    extend_frames: int = 1
     join: VideoUse | None = None
     interpolator: "ModelSpec | None" = None
     upscaler: "ModelSpec | None" = None
@@ -712,7 +712,7 @@ class ModelSpec:
             return 0, 0
         first = 0 if self.image is None else 1
         last = 0 if self.last_image is None else 1
-        return first if self.extend is None else self.overlap, last if self.join is None else self.overlap
+        return first if self.extend is None else self.extend_frames, last if self.join is None else self.extend_frames
 
     @property
     def control_kind(self) -> Literal["none", "whole", "masked"]:

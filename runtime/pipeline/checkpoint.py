@@ -313,7 +313,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= set() if plan.video or plan.control or plan.images else _IMAGE_FIELDS
     unused |= {"control_scale"} if plan.control_scale == CONTROL_SCALE else set()
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
-    unused |= {"join"} if plan.overlap > 1 else {"join", "overlap"}
+    unused |= {"join"} if plan.extend_frames > 1 else {"join", "extend_frames"}
     unused |= set() if any(plan.outpaint) else {"outpaint"}
     excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()

@@ -40,7 +40,7 @@ class Continuation:
         # New frames that wait: at the start for all that the video has too, then for the video that follows.
         self._waiting = np.empty((0, plan.height, plan.width, COLORS), np.uint8)
         # New frames so far, and how many of the last ones the video that follows has too.
-        self._count, self._shared = 0, 0 if plan.join is None else plan.overlap
+        self._count, self._shared = 0, 0 if plan.join is None else plan.extend_frames
 
     def join(self, frames: np.ndarray) -> Iterator[np.ndarray]:
         """Yield new frames with the colors of the video; before the first ones, all frames of the video.
@@ -58,16 +58,16 @@ class Continuation:
         self._count += len(frames)
         frames = np.concatenate([self._waiting, frames])
         if self._table is None:
-            overlap = self._plan.overlap
-            if len(frames) < overlap:
+            extend_frames = self._plan.extend_frames
+            if len(frames) < extend_frames:
                 self._waiting = frames
                 return
             last = frames[:0]
             for earlier in self._earlier():
                 yield earlier
                 last = earlier[-1:]
-            self._table = color_table(frames[overlap - 1], last[0])
-            frames = frames[overlap:]
+            self._table = color_table(frames[extend_frames - 1], last[0])
+            frames = frames[extend_frames:]
         ready = max(len(frames) - self._shared, 0)
         self._waiting = frames[ready:]
         if ready:

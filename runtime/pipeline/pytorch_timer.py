@@ -302,7 +302,7 @@ class PyTorchTimerFactory:
             references=(),
             outpaint=NO_BORDERS,
             extend=None,
-            overlap=1,
+            extend_frames=1,
             join=None,
             interpolator=None,
             upscaler=None,

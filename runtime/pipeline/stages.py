@@ -290,9 +290,9 @@ def given_frames(plan: ExecutionPlan, check: Callable[[], None] = never) -> tupl
     first, last = ([images[field]] if field in images else [] for field in ("image", "last_image"))
     if plan.extend is not None:
         frames = fitted_frames(plan, "extend", plan.extend.frames, check)
-        first = list(deque(frames, plan.overlap))
+        first = list(deque(frames, plan.extend_frames))
     if plan.join is not None:
-        last = list(fitted_frames(plan, "join", plan.overlap, check))
+        last = list(fitted_frames(plan, "join", plan.extend_frames, check))
     return first, last
 
 

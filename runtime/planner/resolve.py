@@ -434,7 +434,7 @@ def _plan(
         loop=request.loop,
         sound=spec.sound is not None and request.sound != OFF,
         extend=spec.extend,
-        overlap=spec.overlap,
+        extend_frames=spec.extend_frames,
         join=spec.join,
         video=spec.video,
         strength=settings.strength,

@@ -37,7 +37,7 @@ _OF_FIRST_PART = (
     "video",
     "strength",
     "loop",
-    "overlap",
+    "extend_frames",
     "join",
     "outpaint",
     *CONTROL_FIELDS,

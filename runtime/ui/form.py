@@ -34,7 +34,7 @@ FROM_IMAGE = "image"
 # The fields whose image or video the size can follow.
 _SIZED = ("image", "video", "control")
 # Besides the files that steer a video, what only models have that are steered.
-_OF_CONTROL = ("control_scale", "preprocess", "outpaint", "overlap", "join")
+_OF_CONTROL = ("control_scale", "preprocess", "outpaint", "extend_frames", "join")
 NAMES = (
     *(
         control
@@ -470,7 +470,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     if request["control"] is None:  # the form shows it with a control video only
         request["preprocess"], request["outpaint"] = OFF, NO_BORDERS
     if request["extend"] is None:
-        request["overlap"], request["join"] = AUTO, None
+        request["extend_frames"], request["join"] = AUTO, None
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):

@@ -40,7 +40,7 @@ EXAMPLES = ROOT / "examples"
 # Of files, for file dialogs; browsers do not know MKV as a video.
 _VIDEOS = "video/*,.mkv"
 # What is set beside the files that steer a video.
-_STEERING = ("control_scale", "preprocess", "outpaint", "overlap")
+_STEERING = ("control_scale", "preprocess", "outpaint", "extend_frames")
 _SIDE = 512
 _QUALITY = 85
 

@@ -107,7 +107,7 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("mask", "box:" + "+".join(["0,0,1,1"] * 17), "request.boxes", {}),
     ("outpaint", [1, 2], "request.sides", {}),
     ("outpaint", "301", "request.out_of_range", {"nearest": 300}),
-    ("overlap", 82, "request.out_of_range", {"nearest": 81}),
+    ("extend_frames", 82, "request.out_of_range", {"nearest": 81}),
     ("control_scale", [], "request.scales", {"most": 512}),
     ("control_scale", [1.0] * 513, "request.scales", {}),
     ("control_scale", "", "request.not_numbers", {"value": "''"}),

@@ -77,7 +77,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "control": (None, IMAGE),
     "mask": (None, IMAGE | st.sampled_from(["box:10,20,30,40", "box:0,0,50,50+50,50,50,50", "box:", "box:90,0,20,1"])),
     "outpaint": ("0", st.sampled_from([25, "10, 0, 10, 0", [1, 2, 3, 4], [1, 2], [], "", -1, 301, "nan"]) | JSON),
-    "overlap": ("auto", st.sampled_from([1, 9, 82, 0, "auto", "few", 1.5]) | JSON),
+    "extend_frames": ("auto", st.sampled_from([1, 9, 82, 0, "auto", "few", 1.5]) | JSON),
     "join": (None, IMAGE),
     "references": (None, IMAGE | st.lists(IMAGE, max_size=9)),
     "preprocess": ("off", st.sampled_from(["edges", "gray", "scribble", "blur", "depth", 1]) | JSON),

@@ -125,18 +125,19 @@ def test_files_that_cannot_be_used_are_refused_in_one_line(
 
 def test_only_steered_models_start_from_several_frames(tiny: Tiny, tmp_path: Path) -> None:
     clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
-    for values, field in (({"overlap": 5}, "overlap"), ({"join": "none.mp4", "overlap": 5}, "join")):
+    for values, field in (({"extend_frames": 5}, "extend_frames"), ({"join": "none.mp4", "extend_frames": 5}, "join")):
         with pytest.raises(InvalidRequestError) as refused:
             with_inputs(find("diorama", tmp_path), request(extend="none.mp4", **values), tmp_path, tmp_path)
         assert (refused.value.field, refused.value.code) == (field, "source.one_frame")
         assert "wan2.1-vace-14b" in refused.value.data["models"]
-    assert with_inputs(find("diorama", tmp_path), request(extend=str(clip)), tmp_path, tmp_path).overlap == 1
+    assert with_inputs(find("diorama", tmp_path), request(extend=str(clip)), tmp_path, tmp_path).extend_frames == 1
     steered = tiny("wan2.1-vace")
     with pytest.raises(InvalidRequestError) as refused:
-        with_inputs(steered, request(extend=str(clip), overlap=9), tmp_path, tmp_path)
-    assert (refused.value.code, refused.value.data["frames"]) == ("source.overlap_too_long", 8)
+        with_inputs(steered, request(extend=str(clip), extend_frames=9), tmp_path, tmp_path)
+    assert (refused.value.field, refused.value.code) == ("extend_frames", "source.extend_frames")
+    assert refused.value.data["frames"] == 8
     extended = with_inputs(steered, request(extend=str(clip), join=str(clip)), tmp_path, tmp_path)
-    assert (extended.overlap, extended.given_frames) == (8, (8, 8))
+    assert (extended.extend_frames, extended.given_frames) == (8, (8, 8))
     for frames, able in ((13, 17), (17, None)):
         asked = request(extend=str(clip), join=str(clip), frames=frames)
         context = PlanningContext(machine(), tmp_path / "x.mp4")
@@ -163,7 +164,7 @@ def test_only_steered_models_start_from_several_frames(tiny: Tiny, tmp_path: Pat
         ({"control": "none.mp4", "outpaint": 10, "preprocess": "edges"}, "preprocess", "control.preprocess_kept"),
         ({"mask": "box:0,0,50,50"}, "mask", "control.mask_alone"),
         ({"join": "none.mp4"}, "join", "source.join_alone"),
-        ({"overlap": 5}, "overlap", "source.join_alone"),
+        ({"extend_frames": 5}, "extend_frames", "source.join_alone"),
         ({"extend": "none.mp4", "join": "none.mp4", "last_image": "none.png"}, "last_image", "image.unreadable"),
         ({"video": "none.mp4"}, "video", "source.model_without"),
         ({"extend": "none.mp4"}, "extend", "source.unreadable"),

@@ -116,9 +116,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "last image": ("wan2.1-vace", ("last_image",), {"guidance_scale": 1.0}),
     "first and last image, references": ("wan2.1-vace", ("image", "last_image", "references"), {"guidance_scale": 1.0}),
     "first image and control": ("wan2.1-vace", ("image", "control", "mask"), {"guidance_scale": 1.0}),
-    "first clip": ("wan2.1-vace", ("extend",), {"overlap": 5, "guidance_scale": 1.0, **OF_CLIP}),
-    "first and last clip": ("wan2.1-vace", ("extend", "join"), {"overlap": 3, "guidance_scale": 1.0, **OF_CLIP}),
-    "experts, first and last clip": ("wan2.2-vace", ("extend", "join", "control"), {"overlap": 2, **OF_CLIP}),
+    "first clip": ("wan2.1-vace", ("extend",), {"extend_frames": 5, "guidance_scale": 1.0, **OF_CLIP}),
+    "first and last clip": ("wan2.1-vace", ("extend", "join"), {"extend_frames": 3, "guidance_scale": 1.0, **OF_CLIP}),
+    "experts, first and last clip": ("wan2.2-vace", ("extend", "join", "control"), {"extend_frames": 2, **OF_CLIP}),
     "references": ("wan2.1-vace", ("references",), {"guidance_scale": 1.0}),
     "all": ("wan2.1-vace", ("control", "mask", "references"), {}),
     "scale": ("wan2.1-vace", ("control",), {"control_scale": 0.4, "guidance_scale": 1.0}),
@@ -275,10 +275,10 @@ def test_borders_and_boxes_are_where_they_should_be(tiny: Tiny, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_video_is_extended_from_several_frames_and_joined_to_another(tiny: Tiny, tmp_path: Path) -> None:
-    values = {"overlap": 3, "guidance_scale": 1.0, "steps": 2, "frames": 13, **OF_CLIP}
+    values = {"extend_frames": 3, "guidance_scale": 1.0, "steps": 2, "frames": 13, **OF_CLIP}
     clip = planned(tiny("wan2.1-vace"), tmp_path, "extend", "join", **values)
     plan = clip.plan
-    assert (plan.width, plan.height, plan.fps, plan.overlap) == (64, 32, 8, 3)
+    assert (plan.width, plan.height, plan.fps, plan.extend_frames) == (64, 32, 8, 3)
     assert [part.frames for part in plan.parts] == [8, 13 - 6, 8] and plan.video_frames == 23
     earlier, later = (decoded(tmp_path / f"{name}.mp4") for name in ("extend", "join"))
     for name in ("extend", "join"):
@@ -293,17 +293,17 @@ def test_a_video_is_extended_from_several_frames_and_joined_to_another(tiny: Tin
     metadata = read_metadata(plan.output)
     assert [part["frames"] for part in metadata["plan"]["parts"]] == [8, 7, 8]
     again = GenerationRequest.from_mapping(metadata["request"])
-    assert (again.overlap, again.join, again.image) == (3, plan.join and plan.join.reference, None)
+    assert (again.extend_frames, again.join, again.image) == (3, plan.join and plan.join.reference, None)
     plan.output.unlink()
     assert killed(clip.spec, plan, tmp_path / "killed", event="StepDone", count=1) == -9
     events = run(plan, clip.spec, tmp_path / "killed")
     assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == whole
 
-    one = planned(tiny("wan2.1-vace"), tmp_path, "extend", **values | {"overlap": "auto"})
-    assert one.plan.overlap == 8 and one.plan.video_frames == 8 + 13 - 8
+    one = planned(tiny("wan2.1-vace"), tmp_path, "extend", **values | {"extend_frames": "auto"})
+    assert one.plan.extend_frames == 8 and one.plan.video_frames == 8 + 13 - 8
     digests = [
-        identity({}, planned(tiny("wan2.1-vace"), tmp_path, "extend", **values | {"overlap": overlap}).plan)
-        for overlap in (1, 2, 3)
+        identity({}, planned(tiny("wan2.1-vace"), tmp_path, "extend", **values | {"extend_frames": extend_frames}).plan)
+        for extend_frames in (1, 2, 3)
     ]
     assert len({*digests, identity({}, plan)}) == 4
 

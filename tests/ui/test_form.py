@@ -71,7 +71,7 @@ GOOD: dict[str, Any] = {
     "control": "",
     "mask": "",
     "outpaint": "0, 0, 0, 0",
-    "overlap": "",
+    "extend_frames": "",
     "join": "",
     "references": "",
     "control_scale": "1",
@@ -107,7 +107,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
     read_values |= {"control": None, "mask": None, "references": (), "control_scale": (1.0,)}
-    read_values |= {"outpaint": 0, "overlap": AUTO, "join": None}
+    read_values |= {"outpaint": 0, "extend_frames": AUTO, "join": None}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 

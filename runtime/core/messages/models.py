@@ -320,8 +320,8 @@ _VIDEOS: Mapping[str, Message] = {
         "{field:setting} is given; {model} starts from the last frame of a video only.",
         "Leave {field:setting} out, or select one of {models:list}.",
     ),
-    "source.overlap_too_long": Message(
-        "{set[overlap]} is {value}; the video {video} has {frames:n frame}.", "Use at most {frames}."
+    "source.extend_frames": Message(
+        "{set[extend_frames]} is {value}; the video {video} has {frames:n frame}.", "Use at most {frames}."
     ),
     "source.not_continued": Message(
         "{model} does not start from an image, so it cannot continue a video.", "Select one of {models:list}."

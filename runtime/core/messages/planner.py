@@ -183,7 +183,7 @@ _REFUSALS: Mapping[str, Message] = {
     ),
     "planner.no_new_frames": Message(
         "{set[frames]} is {value}, and {given:n frame} of them are given: nothing is left to make.",
-        "Use at least {able}, or a smaller {set[overlap]}.",
+        "Use at least {able}, or a smaller {set[extend_frames]}.",
     ),
     "planner.prompt_times": Message(
         "The prompt has a time that cannot be read: {part}.",
