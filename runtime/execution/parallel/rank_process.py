@@ -97,6 +97,8 @@ def receive(connection: Connection) -> Message:
         EOFError, OSError: if the other end is closed.
         BlockingIOError: if the connection has a timeout, and a message stalls for that long.
     """
+    if sys.platform == "win32":
+        raise NotImplementedError  # several GPUs cannot share a job there, see `planner.placement`
     values, kinds = json.loads(connection.recv_bytes())
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
     for tensor in tensors:
