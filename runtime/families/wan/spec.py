@@ -387,7 +387,6 @@ class WanFamily(Family):
             programs=_programs(model.experts, image_input, control_input),
             image_input=image_input,
             control_input=control_input,
-            unsupported=_unsupported(control_input),
             video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
@@ -438,7 +437,6 @@ def _spec(
         programs=programs,
         image_input=configs.image_input,
         control_input=control_input,
-        unsupported=_unsupported(control_input),
         video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
         flow_shift=configs.flow_shift,
@@ -592,7 +590,7 @@ def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput |
         return None
     if transformer.vace_in_channels != 2 * vae.z_dim + vae.scale_factor_spatial**2:
         raise ValueError("vace_in_channels")
-    return ControlInput(vae=vae, blocks=len(transformer.vace_layers))
+    return ControlInput(vae=vae, blocks=len(transformer.vace_layers), channels=transformer.vace_in_channels)
 
 
 def _programs(
@@ -621,18 +619,8 @@ def _programs(
     }
 
 
-def _unsupported(control_input: ControlInput | None) -> frozenset[str]:
-    """Return the request fields that are not supported: several GPUs for a transformer with a control branch."""
-    return frozenset() if control_input is None else frozenset({"gpus"})
-
-
 def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the programs of `block_programs`, if the blocks have the norms of the published models.
-
-    There are none for a transformer with a control branch.
-    """
-    if any(isinstance(transformer_spec(config), VaceTransformerSpec) for config in configs):
-        return ()
+    """Return the programs of `block_programs`, if the blocks have the norms of the published models."""
     norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
