@@ -318,9 +318,15 @@ class WanFamily(Family):
         ),
         "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
     }
-    # Wan's own names of CLIP, with queries, keys and values in one layer.
     folder_files: Mapping[str, Sequence[FileSigns]] = {
-        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),)
+        # Wan's own names of CLIP, with queries, keys and values in one layer.
+        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),),
+        # VACE's control blocks, which ComfyUI's wrapper of Wan adds to another file.
+        "transformer": (
+            FileSigns(
+                ("vace_blocks.0.after_proj.weight",), ("patch_embedding.weight",), "model.file_has_control_blocks_only"
+            ),
+        ),
     }
     weights = staticmethod(weights)
     lora_change = staticmethod(lora_names.NAMES.change_of)

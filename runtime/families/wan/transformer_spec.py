@@ -11,7 +11,7 @@ from runtime.models.folder import up_to
 
 _FLOAT32 = 4
 _MAX_LAYERS = 512
-_VACE_CLASS = "WanVACETransformer3DModel"
+VACE_CLASS = "WanVACETransformer3DModel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
     Raises:
         ValueError: if it is incomplete or wrong.
     """
-    if config.get("_class_name") != _VACE_CLASS:
+    if config.get("_class_name") != VACE_CLASS:
         return _TRANSFORMER.validate_python(config)
     spec = _VACE_TRANSFORMER.validate_python(config)
     layers = spec.vace_layers
