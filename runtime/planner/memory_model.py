@@ -371,7 +371,8 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
 def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     """Return the working set of the VAE's encoder.
 
-    A video is encoded one latent frame at a time, and waits in system memory, 8 bits of RGB; so does a mask, 8 bits.
+    A video is encoded in calls of as many latent frames as are decoded at once, and waits in system memory, 8 bits of
+    RGB; so does a mask, 8 bits.
     """
     if VAE_ENCODER in workload.engine_bytes:
         return _engine_encode_bytes(workload)
@@ -381,7 +382,8 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     count, height, width = _encoded_clip(spec, (frames, rows, columns))
     if not spec.followed_videos:
         return spec.input_encoder.encode_bytes(count, height, width, element)
-    call = spec.input_encoder.encode_bytes(min(count, spec.vae.scale_factor_temporal), height, width, element)
+    frames_of_call = strategy.decode_chunk * spec.vae.scale_factor_temporal
+    call = spec.input_encoder.encode_bytes(min(count, frames_of_call), height, width, element)
     caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
     channels = _COLORS + (spec.mask is not None)
     return call + caches + (0 if workload.cuda else channels * count * workload.height * workload.width)

@@ -381,7 +381,7 @@ def without(name: str) -> Callable[[State], State]:
         (lambda state: state | {"blocks.1.ffn.0.weight": torch.zeros(256, 255)}, "model.file_other_shape"),
         (lambda state: state | {"vace_blocks.0.before_proj.weight": torch.zeros(2)}, "model.file_tensor_unknown"),
         (
-            lambda state: state | {"vace_patch_embedding.weight": torch.zeros(9, 9, 1, 2, 2)},
+            lambda state: state | {"vace_patch_embedding.weight": torch.zeros(9, 9, 1, 1, 1)},
             "model.file_tensor_unknown",
         ),
         (lambda state: state | {"blocks.0.ffn.0.weight": torch.zeros(256, 256).int()}, "model.format_unknown"),

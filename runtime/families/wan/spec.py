@@ -55,6 +55,8 @@ _KERNEL = 27
 _UNFOLDED = 20480
 # Of an image and gray frames, those that the VAE's encoder computes at each level; the others are equal.
 _COMPUTED_FRAMES = (12, 20, 24)
+# Of a video, those that it computes in one call.
+MOST_ENCODED_FRAMES = _COMPUTED_FRAMES[0]
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 # Names of the VAE's parameters that its encoder has.

@@ -131,7 +131,12 @@ class ControlBranch:
 
 
 def control_latents(
-    encoder: VideoEncoder, spec: ModelSpec, clip: ControlClip, tile: int | None, check: Callable[[], None]
+    encoder: VideoEncoder,
+    spec: ModelSpec,
+    clip: ControlClip,
+    tile: int | None,
+    check: Callable[[], None],
+    chunk: int = 1,
 ) -> torch.Tensor:
     """Return what the control branch reads, as `WanVACEPipeline` prepares it.
 
@@ -140,7 +145,7 @@ def control_latents(
     the start, with zeros for the latter two. Without a control video it is gray, and without a mask all of it changes.
 
     Args:
-        tile, check: see `VideoEncoder`.
+        tile, check, chunk: see `VideoEncoder`.
 
     Returns:
         (1, 2 × latent channels + pixels of a latent, latent frames, height, width), float32.
@@ -150,8 +155,8 @@ def control_latents(
     if clip.video is None or mask is None:
         inactive = encoder.latents([gray], clip.frames, tile)
     else:
-        inactive = encoder.video_latents(clip.video, tile, check, ~mask)
-    reactive = inactive if clip.video is None else encoder.video_latents(clip.video, tile, check, mask)
+        inactive = encoder.video_latents(clip.video, tile, check, ~mask, chunk)
+    reactive = inactive if clip.video is None else encoder.video_latents(clip.video, tile, check, mask, chunk)
     parts = [torch.cat([inactive, reactive, _packed_mask(spec, clip).to(inactive.device)], dim=1)]
     for image in clip.references:
         check()
