@@ -111,7 +111,7 @@ class ControlBranch:
         self._others = (modulation, rotation)
         self._before: torch.Tensor | None = x
         control = inputs[:, module.config.in_channels :]
-        self._state = module.vace_patch_embedding(control).flatten(2).transpose(1, 2)
+        self._state = module.vace_patch_embedding(control).flatten(2).transpose(1, 2).contiguous()
         self._numbers = {layer: number for number, layer in enumerate(module.config.vace_layers)}
 
     def hint(self, index: int) -> Hint | None:
