@@ -198,15 +198,21 @@ class VideoEncoder(Protocol):
         """
 
     def video_latents(
-        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+        self,
+        video: torch.Tensor,
+        tile: int | None,
+        check: Callable[[], None],
+        shown: torch.Tensor | None = None,
+        chunk: int = 1,
     ) -> torch.Tensor:
         """Return the latents of a video, as `latents` does; never called on engines.
 
         Args:
             video: (frames, height, width, 3), uint8, on the CPU.
             tile: see `latents`.
-            check: called before each latent frame; may raise.
+            check: called before each call of the encoder; may raise.
             shown: the pixels of the video that are encoded, (frames, height, width), bool; the others are gray.
+            chunk: the most latent frames to encode in one call, after the first, which is always alone.
         """
 
 
@@ -312,13 +318,14 @@ class Components(Protocol):
         clip: ControlClip,
         tile: int | None,
         check: Callable[[], None],
+        chunk: int = 1,
     ) -> torch.Tensor:
         """Return the channels that the transformers read of what steers a clip, (1, channels, frames, height, width).
 
         Called only if the model has a `control_input`, like `ControlDenoiser.steer`.
 
         Args:
-            tile, check: see `VideoEncoder`.
+            tile, check, chunk: see `VideoEncoder`.
         """
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:

@@ -288,10 +288,12 @@ class FileSigns(NamedTuple):
     Attributes:
         has: all are in the file.
         lacks: none is.
+        code: of the error that says why such a file is not read.
     """
 
     has: tuple[str, ...]
     lacks: tuple[str, ...] = ()
+    code: str = "model.file_needs_folder"
 
     def fit(self, names: Collection[str]) -> bool:
         """Whether a file with these tensors is such a component."""

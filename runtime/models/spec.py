@@ -303,10 +303,12 @@ class ControlInput:
     Attributes:
         vae: the encoder of their latents, which every video needs.
         blocks: how many blocks read them; each has a scale.
+        channels: of what they read, which follow the channels of the latents, see `Denoiser`.
     """
 
     vae: VaeEncoderSpec
     blocks: int
+    channels: int
 
     def scales(self, requested: tuple[float, ...]) -> tuple[float, ...]:
         """Return the scale of each block, of a scale for each or one for all."""

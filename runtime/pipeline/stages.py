@@ -200,7 +200,8 @@ def encode_video(context: RunContext, conditioning: Conditioning) -> Conditionin
     video = video_frames(context.plan, "video", context.cancel.check, context.warn)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        latents = vae.video_latents(video, context.plan.strategy.decode_tile, context.cancel.check)
+        strategy = context.plan.strategy
+        latents = vae.video_latents(video, strategy.decode_tile, context.cancel.check, None, strategy.decode_chunk)
     return replace(conditioning, video=latents.to(context.plan.components["transformer"].device))
 
 
@@ -211,8 +212,10 @@ def encode_control(context: RunContext, conditioning: Conditioning) -> Condition
     clip = control_clip(context.plan, context.cancel.check, context.warn)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        tile, components = context.plan.strategy.decode_tile, components_of(spec)
-        latents = components.control_latents(vae, spec, clip, tile, context.cancel.check)
+        strategy, components = context.plan.strategy, components_of(spec)
+        latents = components.control_latents(
+            vae, spec, clip, strategy.decode_tile, context.cancel.check, strategy.decode_chunk
+        )
     device = context.plan.components["transformer"].device
     return replace(conditioning, given=GivenFrames("channels", latents.to(device)))
 

@@ -371,7 +371,8 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
 def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     """Return the working set of the VAE's encoder.
 
-    A video is encoded one latent frame at a time, and waits in system memory, 8 bits of RGB; so does a mask, 8 bits.
+    A video is encoded in calls of as many latent frames as are decoded at once, and waits in system memory, 8 bits of
+    RGB; so does a mask, 8 bits.
     """
     if VAE_ENCODER in workload.engine_bytes:
         return _engine_encode_bytes(workload)
@@ -381,7 +382,8 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     count, height, width = _encoded_clip(spec, (frames, rows, columns))
     if not spec.followed_videos:
         return spec.input_encoder.encode_bytes(count, height, width, element)
-    call = spec.input_encoder.encode_bytes(min(count, spec.vae.scale_factor_temporal), height, width, element)
+    frames_of_call = strategy.decode_chunk * spec.vae.scale_factor_temporal
+    call = spec.input_encoder.encode_bytes(min(count, frames_of_call), height, width, element)
     caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
     channels = _COLORS + (spec.mask is not None)
     return call + caches + (0 if workload.cuda else channels * count * workload.height * workload.width)
@@ -541,6 +543,9 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     If the context is unknown: the feed-forward's activations of one call, before and after the nonlinearity, and the
     norm in float32.
 
+    While the first block that reads a control video runs, there are also the tokens of that, in the engines' precision,
+    and the stream before and after the block that its result is added to.
+
     In LTX-2, where queries, keys and values between the streams have half the width, a third stream takes the place of
     what that leaves; the sound's tokens are few.
 
@@ -551,6 +556,8 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     element, width = DTYPE_BYTES[workload.precision(name)], transformer.width
     size = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
     size += _FLOAT32 * tokens * transformer.rotation_values
+    if workload.spec.control_input is not None:
+        size += tokens * (2 * _FLOAT32 + element) * width
     call = min(tokens, max(use.tokens for use in uses) or tokens)
     size += call * (_FLOAT32 + 2 * element) * width
     if workload.spec.is_packed:  # the block's weights are dequantized for its engines

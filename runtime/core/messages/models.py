@@ -195,6 +195,10 @@ _FILES: Mapping[str, Message] = {
         "{file} is the {component:lower_component} of {title} or a model like it. Tandem reads it from folders only.",
         "Use a folder in diffusers' format: `{tandem} models download {model}`.",
     ),
+    "model.file_has_control_blocks_only": Message(
+        "{file} has only the blocks that read control videos, without the transformer that they are added to.",
+        "Use a file of the whole model, such as wan2.1_vace_14B_fp16.safetensors.",
+    ),
     "model.file_unknown": Message(
         "{file} is no transformer of a model that Tandem runs from a single file; it has {tensors:list}.",
         "Use a file of a Wan or LTX-2 transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",
@@ -206,7 +210,7 @@ _FILES: Mapping[str, Message] = {
     "model.file_tensor_missing": Message("{file} lacks {tensor}.", _AGAIN),
     "model.file_tensor_unknown": Message(
         "{file} has {tensor}, which the models that Tandem runs do not have.",
-        "Use a file of a plain model, without VACE, controls or other additions.",
+        "Use a file of a plain model or of VACE, without other additions.",
     ),
     "model.file_other_shape": Message("{file} has {tensor} of {shape}; its other tensors require {expected}.", _AGAIN),
     "model.file_expert_unknown": Message(

@@ -168,10 +168,20 @@ class SharedStreamDenoiser(SharedDenoiser):
         )
 
 
+class SharedControlDenoiser(SharedDenoiser):
+    """One of a model that a control video steers; see `ControlDenoiser`."""
+
+    def steer(self, scales: tuple[float, ...]) -> None:
+        """See `ControlDenoiser`."""
+        self._group.call("steer", self.check, name=self._name, scales=scales)
+
+
 def _denoiser_kind(spec: ModelSpec) -> type[SharedDenoiser]:
     """Return the class of a model's denoisers."""
     if spec.sound_latents is not None:
         return SharedStreamDenoiser
+    if spec.control_input is not None:
+        return SharedControlDenoiser
     return SharedDenoiser if spec.section is None else SharedSectionDenoiser
 
 

@@ -32,6 +32,7 @@ from runtime.engines.store import EngineStore
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import (
+    ControlDenoiser,
     PyTorchDenoiser,
     SectionDenoiser,
     SectionInputs,
@@ -263,6 +264,11 @@ class Rank:
         cast("StreamDenoiser", self._denoisers[task["name"]]).see(streams, tuple(task["skipping_blocks"]))
         return {}, []
 
+    def steer(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Set how much a video follows what steers it."""
+        cast("ControlDenoiser", self._denoisers[task["name"]]).steer(tuple(task["scales"]))
+        return {}, []
+
     def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Compute this process's share of one or more guidance passes.
 
@@ -334,6 +340,7 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
         "cache": rank.cache,
         "see_section": rank.see_section,
         "see_streams": rank.see_streams,
+        "steer": rank.steer,
         "forward": rank.forward,
         "decode": rank.decode,
         "next": rank.next,

@@ -65,10 +65,15 @@ def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorc
 
 
 def control_latents(
-    encoder: VideoEncoder, spec: ModelSpec, clip: ControlClip, tile: int | None, check: Callable[[], None]
+    encoder: VideoEncoder,
+    spec: ModelSpec,
+    clip: ControlClip,
+    tile: int | None,
+    check: Callable[[], None],
+    chunk: int = 1,
 ) -> torch.Tensor:
     """See `execution.components.Components`."""
-    return vace.control_latents(encoder, spec, clip, tile, check)
+    return vace.control_latents(encoder, spec, clip, tile, check, chunk)
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:

@@ -51,10 +51,10 @@ OUTSIDE = {
 }
 # VACE's control blocks have projections more, and read latents through a layer of their own.
 IN_CONTROL_BLOCKS = {**IN_BLOCKS, "before_proj": "proj_in", "after_proj": "proj_out"}
-_CONTROL_EMBEDDING = "vace_patch_embedding"
+CONTROL_EMBEDDING = "vace_patch_embedding"
 NAMES = LoraNames(
     blocks=[Blocks("blocks", "blocks", IN_BLOCKS), Blocks("vace_blocks", "vace_blocks", IN_CONTROL_BLOCKS)],
-    outside={**OUTSIDE, _CONTROL_EMBEDDING: _CONTROL_EMBEDDING},
+    outside={**OUTSIDE, CONTROL_EMBEDDING: CONTROL_EMBEDDING},
 )
 # Layers of the attention to the image, of Wan2.1's models for images.
 _IMAGE_ATTENTION = frozenset({"attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k"})
@@ -101,7 +101,7 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
             f"{IMAGE_EMBEDDER}.pos_embed": (1, transformer.pos_embed_seq_len, image),
             "proj_out": (spec.vae.z_dim * patch, width),
             "scale_shift_table": (1, 2, width),
-            _CONTROL_EMBEDDING: (width, transformer.vace_in_channels, *transformer.patch_size) if controls else ABSENT,
+            CONTROL_EMBEDDING: (width, transformer.vace_in_channels, *transformer.patch_size) if controls else ABSENT,
         }.get(module)
     if block[1] and not controls:
         return ABSENT

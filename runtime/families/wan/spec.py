@@ -55,6 +55,8 @@ _KERNEL = 27
 _UNFOLDED = 20480
 # Of an image and gray frames, those that the VAE's encoder computes at each level; the others are equal.
 _COMPUTED_FRAMES = (12, 20, 24)
+# Of a video, those that it computes in one call.
+MOST_ENCODED_FRAMES = _COMPUTED_FRAMES[0]
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 # Names of the VAE's parameters that its encoder has.
@@ -318,9 +320,15 @@ class WanFamily(Family):
         ),
         "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
     }
-    # Wan's own names of CLIP, with queries, keys and values in one layer.
     folder_files: Mapping[str, Sequence[FileSigns]] = {
-        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),)
+        # Wan's own names of CLIP, with queries, keys and values in one layer.
+        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),),
+        # VACE's control blocks, which ComfyUI's wrapper of Wan adds to another file.
+        "transformer": (
+            FileSigns(
+                ("vace_blocks.0.after_proj.weight",), ("patch_embedding.weight",), "model.file_has_control_blocks_only"
+            ),
+        ),
     }
     weights = staticmethod(weights)
     lora_change = staticmethod(lora_names.NAMES.change_of)
@@ -387,7 +395,6 @@ class WanFamily(Family):
             programs=_programs(model.experts, image_input, control_input),
             image_input=image_input,
             control_input=control_input,
-            unsupported=_unsupported(control_input),
             video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
@@ -438,7 +445,6 @@ def _spec(
         programs=programs,
         image_input=configs.image_input,
         control_input=control_input,
-        unsupported=_unsupported(control_input),
         video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
         flow_shift=configs.flow_shift,
@@ -592,7 +598,7 @@ def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput |
         return None
     if transformer.vace_in_channels != 2 * vae.z_dim + vae.scale_factor_spatial**2:
         raise ValueError("vace_in_channels")
-    return ControlInput(vae=vae, blocks=len(transformer.vace_layers))
+    return ControlInput(vae=vae, blocks=len(transformer.vace_layers), channels=transformer.vace_in_channels)
 
 
 def _programs(
@@ -621,18 +627,8 @@ def _programs(
     }
 
 
-def _unsupported(control_input: ControlInput | None) -> frozenset[str]:
-    """Return the request fields that are not supported: several GPUs for a transformer with a control branch."""
-    return frozenset() if control_input is None else frozenset({"gpus"})
-
-
 def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the programs of `block_programs`, if the blocks have the norms of the published models.
-
-    There are none for a transformer with a control branch.
-    """
-    if any(isinstance(transformer_spec(config), VaceTransformerSpec) for config in configs):
-        return ()
+    """Return the programs of `block_programs`, if the blocks have the norms of the published models."""
     norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()

@@ -380,8 +380,8 @@ def _projections(attn: Any) -> tuple[Any, str, tuple[Any, Any, Any]]:
 def share_tokens(module: Any, tokens: Tokens) -> None:
     """Divide a transformer's tokens among several processes.
 
-    Each process takes its part of the tokens and rotations before the first block. The parts are gathered after the
-    last projection.
+    Each process takes its part of the tokens and rotations before the first block, and before the first control block.
+    The parts are gathered after the last projection.
     """
 
     def count_tokens(transformer: Any, args: tuple[Any, ...]) -> None:
@@ -390,6 +390,10 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
 
     def divide_input(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (tokens.own(args[0]), *args[1:])
+
+    def divide_control(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        before, text, state, *others = args
+        return (tokens.own(before), text, tokens.own(state), *others)
 
     def divide_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(tokens.own(part) for part in out)
@@ -400,6 +404,8 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     parts.register_forward_pre_hook(count_tokens)
     parts.rope.register_forward_hook(divide_rotations)
     blocks[0].register_forward_pre_hook(divide_input)
+    for block in vace.control_blocks(module)[:1]:
+        block.register_forward_pre_hook(divide_control)
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
     parts.kernels = parts.kernels.shared(tokens.around)
 

@@ -11,7 +11,7 @@ from runtime.models.folder import up_to
 
 _FLOAT32 = 4
 _MAX_LAYERS = 512
-_VACE_CLASS = "WanVACETransformer3DModel"
+VACE_CLASS = "WanVACETransformer3DModel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +103,13 @@ class VaceTransformerSpec(TransformerSpec):
         return main * (1 + count / self.num_layers) + 2.0 * tokens * self.width**2 * (count + 1)
 
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
-        """See `TransformerSpec`; while a block runs, there are the control branch's tokens and the other branch's."""
+        """See `TransformerSpec`.
+
+        While the first control block runs, there are also its tokens, and those of the other branch before and after
+        the first block.
+        """
         main = super().forward_bytes(tokens, element_bytes, time_per_token=time_per_token)
-        return main + 2 * tokens * element_bytes * self.width
+        return main + 3 * tokens * element_bytes * self.width
 
     @property
     def block_parameters(self) -> int:
@@ -128,7 +132,7 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
     Raises:
         ValueError: if it is incomplete or wrong.
     """
-    if config.get("_class_name") != _VACE_CLASS:
+    if config.get("_class_name") != VACE_CLASS:
         return _TRANSFORMER.validate_python(config)
     spec = _VACE_TRANSFORMER.validate_python(config)
     layers = spec.vace_layers

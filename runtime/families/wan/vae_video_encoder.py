@@ -1,0 +1,189 @@
+"""Wan's VAE encoder for videos: several latent frames per call, and no computation of what stays constant.
+
+Equal to `AutoencoderKLWan._encode` up to rounding. Differences:
+
+- A call computes several latent frames. diffusers computes one, after it has copied the input of each convolution
+  twice: to prepend the cached frames, and to pad it.
+- Latent frames whose pixels are those of the latent frame before, such as gray ones, are computed one per call. A
+  convolution in time sees the two frames before each frame. So after a few equal latent frames the results of a level
+  are equal as well, and the level is not computed any more.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResample
+
+from runtime.families.wan.vae import CACHED_FRAMES, norm_activate
+from runtime.upstream.diffusers import causal_padding
+
+_Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def repeats_of(video: torch.Tensor, shown: torch.Tensor | None, stride: int) -> list[bool]:
+    """Return for each latent frame of a video whether its pixels are those of the latent frame before.
+
+    Args:
+        video, shown: see `execution.components.VideoEncoder`.
+        stride: frames of a latent frame, except for the first one, which has one frame.
+    """
+    repeated = [False] * min(len(video), 2)
+    for start in range(1 + stride, len(video), stride):
+        here, before = slice(start, start + stride), slice(start - stride, start)
+        equal = shown is None or torch.equal(shown[here], shown[before])
+        repeated.append(equal and torch.equal(_seen(video, shown, here), _seen(video, shown, before)))
+    return repeated
+
+
+def _seen(video: torch.Tensor, shown: torch.Tensor | None, part: slice) -> torch.Tensor:
+    return video[part] if shown is None else video[part] * shown[part, ..., None]
+
+
+def calls_of(repeated: Sequence[bool], most: int) -> Iterator[range]:
+    """Yield the latent frames of each call, in order: the first one alone, and each one that repeats the one before.
+
+    Args:
+        repeated: whether the pixels of each latent frame are those of the one before.
+        most: latent frames in one call.
+    """
+    start = 0
+    while start < len(repeated):
+        end = start + 1
+        while start and not repeated[start] and end < min(start + most, len(repeated)) and not repeated[end]:
+            end += 1
+        yield range(start, end)
+        start = end
+
+
+class VideoEncoderSteps:
+    """The encoder of a `diffusers.AutoencoderKLWan` for one video, one call after the other.
+
+    Args:
+        encoder: a `WanEncoder3d`.
+        stride: frames of a latent frame.
+    """
+
+    def __init__(self, encoder: Any, stride: int) -> None:
+        self._encoder = encoder
+        self._stride = stride
+        # The last frames of each convolution's input, by the convolution.
+        self._caches: dict[Any, torch.Tensor] = {}
+        self._repeats = 0
+        self._levels = [_Level(steps, seen) for steps, seen in self._divided()]
+
+    def __call__(self, frames: torch.Tensor, *, repeats: bool = False) -> torch.Tensor:
+        """Encode the next frames; return latents before `quant_conv`, (1, channels, latent frames, height, width).
+
+        Args:
+            frames: (1, channels, frames, height, width): the first frame alone, then those of one or more latent
+                frames.
+            repeats: whether they are those of the latent frame before; then of one latent frame.
+        """
+        self._repeats = self._repeats + 1 if repeats else 0
+        x = frames
+        for level in self._levels:
+            # What the call before saw was constant too, and it had the same shape.
+            constant = (self._repeats - 1) * self._stride >= level.frames_seen
+            x = level(x, constant=constant, keep=repeats)
+        return x
+
+    def _divided(self) -> Iterator[tuple[list[_Step], int]]:
+        """Yield the encoder's levels: their steps, and how many frames before a call its result depends on."""
+        encoder = self._encoder
+        steps: list[_Step] = [lambda x: self._convolved(encoder.conv_in, x)]
+        seen, rate = CACHED_FRAMES, 1
+        for block in encoder.down_blocks:
+            steps.append(self._step_of(block))
+            downsampler = block if isinstance(block, WanResample) else getattr(block, "downsampler", None)
+            seen += CACHED_FRAMES * rate * _convolutions(block)
+            if downsampler is not None:
+                if downsampler.mode == "downsample3d":
+                    seen, rate = seen + rate, 2 * rate
+                yield steps, seen
+                steps = []
+        mid = encoder.mid_block
+        pairs = zip(mid.attentions, mid.resnets[1:], strict=True)
+        for block in (mid.resnets[0], *(block for pair in pairs for block in pair)):
+            steps.append(self._step_of(block))
+            seen += CACHED_FRAMES * rate * _convolutions(block)
+        steps.append(lambda x: self._convolved(encoder.conv_out, x, encoder.norm_out))
+        yield steps, seen + CACHED_FRAMES * rate
+
+    def _step_of(self, block: Any) -> _Step:
+        if isinstance(block, WanAttentionBlock):
+            attend: _Step = block
+            return attend
+        if isinstance(block, WanResample):
+            return lambda x: self._downsampled(block, x)
+        if hasattr(block, "avg_shortcut"):
+            return lambda x: self._down(block, x)
+        return lambda x: self._residual(block, x)
+
+    def _down(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        before = x
+        for resnet in block.resnets:
+            x = self._residual(resnet, x)
+        if block.downsampler is not None:
+            x = self._downsampled(block.downsampler, x)
+        return x + block.avg_shortcut(before)
+
+    def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self._convolved(block.conv2, self._convolved(block.conv1, x, block.norm1), block.norm2)
+        return y.add_(block.conv_shortcut(x))
+
+    def _downsampled(self, block: Any, x: torch.Tensor) -> torch.Tensor:
+        halved: torch.Tensor = block.resample(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0)
+        if block.mode != "downsample3d":
+            return halved
+        before = self._caches.get(block.time_conv)
+        self._caches[block.time_conv] = halved[:, :, -1:].clone()
+        if before is None:
+            return halved
+        out: torch.Tensor = block.time_conv(torch.cat([before, halved], dim=2))
+        return out
+
+    def _convolved(self, conv: Any, x: torch.Tensor, norm: Any = None) -> torch.Tensor:
+        """Normalize and activate, if there is a norm, and convolve causally in time."""
+        before = self._caches.get(conv)
+        if before is None:
+            before = torch.zeros_like(x[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
+        if norm is None:
+            joined = torch.cat([before, x], dim=2)
+        else:
+            joined = norm_activate(x, None, norm.gamma * norm.scale, before)
+        self._caches[conv] = joined[:, :, -CACHED_FRAMES:].clone()
+        return F.conv3d(joined, conv.weight, conv.bias, padding=(0, *causal_padding(conv)[1:]))
+
+
+class _Level:
+    """Steps of the encoder up to where the size of frames changes, and their last result.
+
+    Args:
+        steps: one after the other.
+        frames_seen: how many frames of the video before a call its result depends on.
+    """
+
+    def __init__(self, steps: Sequence[_Step], frames_seen: int) -> None:
+        self._steps = steps
+        self.frames_seen = frames_seen
+        self._last: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, *, constant: bool, keep: bool) -> torch.Tensor:
+        """Return the result, or the last one if that is known to be equal.
+
+        Args:
+            keep: whether the next result may be equal.
+        """
+        if constant and self._last is not None:
+            return self._last
+        for step in self._steps:
+            x = step(x)
+        self._last = x if keep else None
+        return x
+
+
+def _convolutions(block: Any) -> int:
+    """Return the number of causal convolutions of a block that see more than one frame, one after the other."""
+    return 2 * len(getattr(block, "resnets", [block] if hasattr(block, "conv1") else []))
