@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from PIL.Image import Image
@@ -269,8 +269,9 @@ class ResumableDecoder(VideoDecoder, Protocol):
         """Decode from latent frame `start`, with the caches that an engine returned for the frames before it."""
 
 
-class PyTorchVideoDecoder(ResumableDecoder, Protocol):
-    """A VAE decoder in PyTorch."""
+@runtime_checkable
+class CompilableVae(Protocol):
+    """A part of a VAE in PyTorch that has faster kernels."""
 
     @property
     def compile_seconds(self) -> float:
@@ -278,6 +279,10 @@ class PyTorchVideoDecoder(ResumableDecoder, Protocol):
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
         """Apply a plan's `Speed` from the next call on; what fails costs time only."""
+
+
+class PyTorchVideoDecoder(ResumableDecoder, CompilableVae, Protocol):
+    """A VAE decoder in PyTorch."""
 
 
 class StripDecoder(Protocol):

@@ -24,10 +24,10 @@ from runtime.execution.attention import kernels_of, problem, with_usable_attenti
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
+    CompilableVae,
     Denoiser,
     LatentUpsampler,
     PyTorchDenoiser,
-    PyTorchVideoDecoder,
     SoundDecoder,
     TextConnector,
     VideoDecoder,
@@ -296,7 +296,7 @@ class Residency:
         on_engines: Any = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
         if IMAGE_PROGRAM in spec.programs[VAE_ENCODER]:
             on_engines = EngineImageSampler
-        with self._use(spec, job, VAE_ENCODER, on_engines) as encoder:
+        with self._vae_part(spec, job, VAE_ENCODER, on_engines) as encoder:
             yield encoder
 
     @contextmanager
@@ -327,17 +327,24 @@ class Residency:
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: JobHooks) -> Iterator[VideoDecoder]:
         """Yield the VAE decoder, loaded."""
-        used: list[PyTorchVideoDecoder] = []
+        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
+        with self._vae_part(spec, job, "vae", on_engines) as decoder:
+            yield decoder
+
+    @contextmanager
+    def _vae_part(self, spec: ModelSpec, job: JobHooks, name: str, on_engines: Any) -> Iterator[Any]:
+        """Yield the decoder or the encoder of a VAE, see `_use`; its kernels' compilation counts as loading."""
+        used: list[CompilableVae] = []
 
         def prepare(vae: Any, _: ComponentPlan) -> None:
-            self._keep_compiled(job)
-            vae.compute(job.plan.speed, partial(job.on_degraded, "vae"))
-            used.append(vae)
+            if isinstance(vae, CompilableVae):
+                self._keep_compiled(job)
+                vae.compute(job.plan.speed, partial(job.on_degraded, name))
+                used.append(vae)
 
-        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
-        with self._use(spec, job, "vae", on_engines, prepare) as decoder:
+        with self._use(spec, job, name, on_engines, prepare) as part:
             try:
-                yield decoder
+                yield part
             finally:
                 took = sum(entry.compile_seconds for entry in used)
                 self.compile_seconds += took

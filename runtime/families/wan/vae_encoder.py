@@ -19,10 +19,12 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     patchify,
 )
 
+from runtime.core.facts import Fact
+from runtime.core.plan import Speed
 from runtime.core.tiles import spans
 from runtime.execution.decoded_frames import blend_weights
 from runtime.families.wan.spec import MOST_ENCODED_FRAMES
-from runtime.families.wan.vae import CACHED_FRAMES, PyTorchVaePart, norm_activate
+from runtime.families.wan.vae import CACHED_FRAMES, PyTorchVaePart, VaeOps, norm_activate, triton_ops
 from runtime.families.wan.vae_video_encoder import VideoEncoderSteps, calls_of, repeats_of
 from runtime.upstream.diffusers import causal_padding
 
@@ -80,6 +82,18 @@ class PyTorchVideoEncoder(PyTorchVaePart):
     def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
         super().__init__(module, module.encoder, device)
         self._steps = EncoderSteps(module.encoder)
+        self._ops: VaeOps = VaeOps()
+        self._channels_last = False
+
+    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
+        """Apply a plan's `Speed` to videos from the next call on; see `PyTorchDenoiser.compute`."""
+        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
+        self._ops, self._channels_last = ops or VaeOps(), ops is not None
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self._ops.compile_seconds
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
@@ -139,7 +153,8 @@ class PyTorchVideoEncoder(PyTorchVaePart):
     ) -> torch.Tensor:
         """Return the latents of a video."""
         stride = self._vae.config.scale_factor_temporal
-        steps, repeated = VideoEncoderSteps(self._vae.encoder, stride), repeats_of(video, shown, stride)
+        steps = VideoEncoderSteps(self._vae.encoder, stride, self._ops, channels_last=self._channels_last)
+        repeated = repeats_of(video, shown, stride)
         latents = []
         for call in calls_of(repeated, min(chunk, max(MOST_ENCODED_FRAMES // stride, 1))):
             check()

@@ -7,6 +7,8 @@ Equal to `AutoencoderKLWan._encode` up to rounding. Differences:
 - Latent frames whose pixels are those of the latent frame before, such as gray ones, are computed one per call. A
   convolution in time sees the two frames before each frame. So after a few equal latent frames the results of a level
   are equal as well, and the level is not computed any more.
+- As in the decoder (`vae`), the operations between two convolutions are one function, which a Triton kernel computes
+  where it can; kernels also compute the largest convolutions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,8 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResample
+from torch import nn
 
-from runtime.families.wan.vae import CACHED_FRAMES, norm_activate
+from runtime.families.wan.vae import CACHED_FRAMES, VaeOps, gamma_of, laid_out
 from runtime.upstream.diffusers import causal_padding
 
 _Step = Callable[[torch.Tensor], torch.Tensor]
@@ -63,11 +66,18 @@ class VideoEncoderSteps:
     Args:
         encoder: a `WanEncoder3d`.
         stride: frames of a latent frame.
+        ops: the operations between convolutions, and the largest convolutions.
+        channels_last: whether activations are in channels-last layout. Required if `ops` supports any convolution.
     """
 
-    def __init__(self, encoder: Any, stride: int) -> None:
+    def __init__(self, encoder: Any, stride: int, ops: VaeOps, *, channels_last: bool = False) -> None:
         self._encoder = encoder
         self._stride = stride
+        self._ops = ops
+        self._layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+        # Copies: images are encoded in PyTorch's own layout.
+        convs = [module for module in encoder.modules() if isinstance(module, nn.Conv3d | nn.Conv2d)]
+        self._weights = {conv: laid_out(conv, ops, channels_last=channels_last) for conv in convs}
         # The last frames of each convolution's input, by the convolution.
         self._caches: dict[Any, torch.Tensor] = {}
         self._repeats = 0
@@ -82,7 +92,7 @@ class VideoEncoderSteps:
             repeats: whether they are those of the latent frame before; then of one latent frame.
         """
         self._repeats = self._repeats + 1 if repeats else 0
-        x = frames
+        x = frames.contiguous(memory_format=self._layout)
         for level in self._levels:
             # What the call before saw was constant too, and it had the same shape.
             constant = (self._repeats - 1) * self._stride >= level.frames_seen
@@ -92,7 +102,7 @@ class VideoEncoderSteps:
     def _divided(self) -> Iterator[tuple[list[_Step], int]]:
         """Yield the encoder's levels: their steps, and how many frames before a call its result depends on."""
         encoder = self._encoder
-        steps: list[_Step] = [lambda x: self._convolved(encoder.conv_in, x)]
+        steps: list[_Step] = [self._first]
         seen, rate = CACHED_FRAMES, 1
         for block in encoder.down_blocks:
             steps.append(self._step_of(block))
@@ -108,13 +118,21 @@ class VideoEncoderSteps:
         for block in (mid.resnets[0], *(block for pair in pairs for block in pair)):
             steps.append(self._step_of(block))
             seen += CACHED_FRAMES * rate * _convolutions(block)
-        steps.append(lambda x: self._convolved(encoder.conv_out, x, encoder.norm_out))
+        steps.append(self._last)
         yield steps, seen + CACHED_FRAMES * rate
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        conv = self._encoder.conv_in
+        return self._convolved(conv, torch.cat([self._before(conv, x), x], dim=2), conv.bias)
+
+    def _last(self, x: torch.Tensor) -> torch.Tensor:
+        conv, norm = self._encoder.conv_out, self._encoder.norm_out
+        joined = self._ops.norm_activate(x, None, gamma_of(norm), self._before(conv, x))
+        return self._convolved(conv, joined, conv.bias)
 
     def _step_of(self, block: Any) -> _Step:
         if isinstance(block, WanAttentionBlock):
-            attend: _Step = block
-            return attend
+            return lambda x: block(x).contiguous(memory_format=self._layout)
         if isinstance(block, WanResample):
             return lambda x: self._downsampled(block, x)
         if hasattr(block, "avg_shortcut"):
@@ -127,34 +145,50 @@ class VideoEncoderSteps:
             x = self._residual(resnet, x)
         if block.downsampler is not None:
             x = self._downsampled(block.downsampler, x)
-        return x + block.avg_shortcut(before)
+        return x + block.avg_shortcut(before.contiguous())
 
     def _residual(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self._convolved(block.conv2, self._convolved(block.conv1, x, block.norm1), block.norm2)
-        return y.add_(block.conv_shortcut(x))
+        y = self._normed(block.conv1, block.norm1, x)
+        y = self._normed(block.conv2, block.norm2, y, block.conv1.bias)
+        shortcut = block.conv_shortcut
+        if isinstance(shortcut, nn.Conv3d):
+            x = F.conv3d(x, self._weights[shortcut], shortcut.bias)
+        return self._ops.add_residual(y, block.conv2.bias, x)
 
     def _downsampled(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        halved: torch.Tensor = block.resample(x[0].transpose(0, 1)).transpose(0, 1).unsqueeze(0)
+        pad, conv = block.resample
+        frames = F.conv2d(pad(x[0].transpose(0, 1)), self._weights[conv], conv.bias, stride=conv.stride)
+        halved = frames.transpose(0, 1).unsqueeze(0)
         if block.mode != "downsample3d":
             return halved
-        before = self._caches.get(block.time_conv)
-        self._caches[block.time_conv] = halved[:, :, -1:].clone()
+        conv = block.time_conv
+        before = self._caches.get(conv)
+        self._caches[conv] = halved[:, :, -1:].clone()
         if before is None:
             return halved
-        out: torch.Tensor = block.time_conv(torch.cat([before, halved], dim=2))
-        return out
+        return F.conv3d(torch.cat([before, halved], dim=2), self._weights[conv], conv.bias, stride=conv.stride)
 
-    def _convolved(self, conv: Any, x: torch.Tensor, norm: Any = None) -> torch.Tensor:
-        """Normalize and activate, if there is a norm, and convolve causally in time."""
+    def _before(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the frames before those of `x`; before the first, zeros."""
         before = self._caches.get(conv)
-        if before is None:
-            before = torch.zeros_like(x[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
-        if norm is None:
-            joined = torch.cat([before, x], dim=2)
-        else:
-            joined = norm_activate(x, None, norm.gamma * norm.scale, before)
+        if before is not None:
+            return before
+        zeros = torch.zeros_like(x[:, :, :1]).expand(-1, -1, CACHED_FRAMES, -1, -1)
+        return zeros.contiguous(memory_format=self._layout)
+
+    def _convolved(self, conv: Any, joined: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Convolve frames that begin with those before them, which are kept for the next call."""
         self._caches[conv] = joined[:, :, -CACHED_FRAMES:].clone()
-        return F.conv3d(joined, conv.weight, conv.bias, padding=(0, *causal_padding(conv)[1:]))
+        return F.conv3d(joined, self._weights[conv], bias, padding=(0, *causal_padding(conv)[1:]))
+
+    def _normed(self, conv: Any, norm: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Add the bias of the convolution before, normalize, activate and convolve causally in time, without a bias."""
+        arguments = x, bias, gamma_of(norm), self._before(conv, x)
+        if not self._ops.supports(conv):
+            return self._convolved(conv, self._ops.norm_activate(*arguments), None)
+        padded = self._ops.norm_activate(*arguments, 1)
+        self._caches[conv] = padded[:, :, -CACHED_FRAMES:, 1:-1, 1:-1].clone()
+        return self._ops.convolve(padded, self._weights[conv])
 
 
 class _Level:

@@ -10,10 +10,12 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, patchify
 
 from runtime.core.cancel import never
+from runtime.families.wan.vae import TritonVaeOps, VaeOps
 from runtime.families.wan.vae_encoder import Clip, EncoderSteps, PyTorchVideoEncoder
-from runtime.families.wan.vae_video_encoder import calls_of
+from runtime.families.wan.vae_video_encoder import VideoEncoderSteps, calls_of
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
+from tests.families.wan.test_vae import Kernels
 from tests.tiny_models import VAES
 
 
@@ -106,11 +108,31 @@ def test_levels_are_not_computed_while_nothing_changes(tiny: Callable[[str], Mod
         def count(*_: object, number: int = number) -> None:
             calls[number] += 1
 
-        block.resample.register_forward_hook(count)
+        block.resample[0].register_forward_hook(count)
     PyTorchVideoEncoder(vae).video_latents(video, None, never, None, 4)
     # Of 21 latent frames, three calls compute the first six. The others repeat the last of these, one per call: until a
     # level's convolutions see no others.
     assert calls == [3 + 2, 3 + 3, 3 + 6]
+
+
+@torch.inference_mode()
+def test_kernels_compute_the_convolutions_of_96_channels() -> None:
+    torch.manual_seed(0)
+    # Of as many in the first block as Wan's.
+    vae = AutoencoderKLWan(base_dim=96, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[True]).eval().bfloat16()
+    frames, kernels = torch.randn(1, 3, 9, 8, 12).bfloat16(), Kernels()
+
+    def encoded(steps: VideoEncoderSteps) -> torch.Tensor:
+        return torch.cat([steps(frames[:, :, :1]), steps(frames[:, :, 1:5]), steps(frames[:, :, 5:])], dim=2)
+
+    wanted = encoded(VideoEncoderSteps(vae.encoder, 4, VaeOps()))
+    fast = TritonVaeOps(torch.device("cpu"), torch.bfloat16, kernels=kernels)
+    layouts = {conv: conv.weight.stride() for conv in vae.encoder.modules() if isinstance(conv, torch.nn.Conv3d)}
+    got = encoded(VideoEncoderSteps(vae.encoder, 4, fast, channels_last=True))
+    assert kernels.taken == [(96, 96, 3, 3, 3)] * 2 * 3, "one block of two convolutions"
+    torch.testing.assert_close(got, wanted, rtol=0.05, atol=0.02)
+    # Images are encoded in PyTorch's own layout.
+    assert all(conv.weight.stride() == layout for conv, layout in layouts.items())
 
 
 def test_calls_of_repeated_latent_frames() -> None:
