@@ -195,7 +195,6 @@ def test_control_videos_are_refused_planned_and_followed(
             ([*control, "--frames", "25"], "planner.video_too_short", {"field": "frames", "frames": 8, "able": 5}),
             (["--reference", str(clip)], "image.format_unknown", {"field": "references", "file": "clip.mp4"}),
             (["--reference", image] * 9, "request.too_many_images", {"field": "references", "count": 9}),
-            ([*control, "--gpus", "2"], "family.option_unsupported", {"field": "gpus"}),
         ],
         capsys,
         subtests,
@@ -205,7 +204,7 @@ def test_control_videos_are_refused_planned_and_followed(
     arguments += ["--control-scale", "1,0.5"]
     planned = answered(["plan", *arguments, "--backend", "transformer=onnxruntime"], capsys)
     assert planned["plan"]["latent_shape"] == [1, 16, 4, 4, 8]
-    assert planned["plan"]["components"]["transformer"]["backend"] == "pytorch"
+    assert planned["plan"]["components"]["transformer"]["backend"] == "onnxruntime"
     assert [*planned["plan"]["control"]] == ["control", "mask", "references[0]", "references[1]"]
     assert not images_dir(cache_dir).exists()
     saved_video = answered(["generate", *arguments], capsys)

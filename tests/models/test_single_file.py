@@ -149,7 +149,7 @@ def test_files_of_vace_compute_what_their_own_tools_read(title: str, weights: Pa
     text, scales = torch.randn(1, 8, 32, generator=random), (0.5, 1.5)
     with torch.no_grad():
         wanted = module(latents, torch.tensor([500.0]), text, None, control, torch.tensor(scales), return_dict=False)[0]
-    loaded = load_module(spec, "transformer", FLOAT32)
+    loaded: Any = load_module(spec, "transformer", FLOAT32)
     packed = [layer for layer in loaded.vace_blocks.modules() if isinstance(layer, PackedLinear)]
     # The projections before and after control blocks keep their precision.
     assert len(packed) == (0 if title == "BF16" else 2 * 10 + 1)

@@ -173,8 +173,8 @@ def test_the_encoder_is_forecast_for_all_frames_and_never_on_an_engine(tmp_path:
     other = next(stage for stage in shorter.memory if stage.component == VAE_ENCODER)
     # A call has a limited number of frames: a longer video takes only more bytes of pixels.
     assert made.strategy.decode_chunk == 2 and shorter.strategy.decode_chunk == 1
-    vae = spec.input_encoder if spec.video else spec.vae
-    calls = [vae.encode_bytes(frames, 480, 832, 4) for frames in (8, 4)]
+    encoder = spec.from_video(use()).input_encoder
+    calls = [encoder.encode_bytes(frames, 480, 832, 4) for frames in (8, 4)]
     assert stage.working_bytes - other.working_bytes == (81 - 5) * 832 * 480 * 3 + calls[0] - calls[1]
     assert history.architecture(spec) == history.architecture(spec.from_video(use()))
 

@@ -415,7 +415,7 @@ def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSp
 def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
     video_input = able["wan2.1"].video_input
     assert video_input is not None
-    able["wan2.1"] = replace(able["wan2.1"], control_input=ControlInput(vae=video_input, blocks=2))
+    able["wan2.1"] = replace(able["wan2.1"], control_input=ControlInput(vae=video_input, blocks=2, channels=96))
     for field in ("image", "last_image", "extend", "video", "control", "mask", "references"):
         if field == "references" and value == []:
             continue  # no images

@@ -101,8 +101,8 @@ def config_of(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any
         config["pos_embed_seq_len"] = positions[1] if positions is not None and len(positions) > 1 else None
     control, count = shapes.get(f"{CONTROL_EMBEDDING}.weight", ()), _count(shapes, _CONTROL_BLOCK)
     if len(control) == _KERNEL and count:
-        positions = _control_layers(layers, count, candidates)
-        config |= {"_class_name": VACE_CLASS, "vace_in_channels": control[1], "vace_layers": positions}
+        config |= {"_class_name": VACE_CLASS, "vace_in_channels": control[1]}
+        config["vace_layers"] = _control_layers(layers, count, candidates)
     return config | _heads(config, width, candidates)
 
 

@@ -26,7 +26,8 @@ from tests.lora_files import save
 from tests.pipeline.failing import Failing, full
 from tests.pipeline.killing import killed
 from tests.pipeline.runs import events_of
-from tests.pipeline.test_control import Clip, planned
+from tests.pipeline.test_control import planned
+from tests.pipeline.test_from_video import Clip
 
 Tiny = Callable[[str], ModelSpec]
 STEPS, RANK = 3, 2

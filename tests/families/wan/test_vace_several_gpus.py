@@ -15,7 +15,8 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from tests.families.ltx2.test_several_gpus import PART, TWO
 from tests.families.wan.test_vace import SCALES, inputs
-from tests.pipeline.test_control import Clip, final_latents, planned
+from tests.pipeline.test_control import planned
+from tests.pipeline.test_from_video import Clip, final_latents
 from tests.plans import with_strategy
 
 Tiny = Callable[[str], ModelSpec]
