@@ -117,7 +117,8 @@ STRENGTH, LEAST_STRENGTH = 0.6, 0.01
 CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
 # The fields of files that steer a video.
-CONTROL_FIELDS = ("control", "mask", "references")
+CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
+CONTROL_VIDEOS = ("control", "face", "background", "mask")
 # What frames of a control video are made of those of its file.
 PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
 # JSON and browsers keep integers exact up to here.
@@ -653,11 +654,37 @@ class GenerationRequest(FrozenModel):
             docs="models.md#control-videos",
         ),
     ] = None
+    face: Annotated[
+        str | None,
+        VideoFile(
+            label="Face video",
+            help="Give the character in the image the expressions of the face in this video, which goes with the poses "
+            "in the control video. Only some models can.",
+            group="image",
+            flag="--face",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#characters",
+        ),
+    ] = None
+    background: Annotated[
+        str | None,
+        VideoFile(
+            label="Background video",
+            help="Put the character into this video, where the mask is white. Only some models can.",
+            group="image",
+            flag="--background",
+            metavar="FILE",
+            unset="that of the image",
+            docs="models.md#characters",
+        ),
+    ] = None
     mask: Annotated[
         str | None,
         VideoFile(
             label="Mask",
-            help="Change the control video where this video is white, and keep it where it is black.",
+            help="Change the control video, or the background video, where this video is white, and keep it where it "
+            "is black.",
             group="image",
             flag="--mask",
             metavar="FILE",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import BadResultError, InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import VideoUse
+from runtime.core.images import CROP, MIDDLE, VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
@@ -155,16 +155,22 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     plan, spec = context.plan, context.spec
     context.current = ("load", VAE_ENCODER)
     images = [images_of(part, context.cancel.check) for part in plan.by_stage]
-    if IMAGE_ENCODER in plan.components:
-        with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
-            context.begin_stage("encode", IMAGE_ENCODER)
-            conditioning = conditioning.with_tokens(encoder.encode(images[-1]))
+    conditioning = _with_embeddings(context, conditioning, images[-1])
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         latents = [image_latents(vae, spec, *of_stage) for of_stage in zip(plan.by_stage, images, strict=True)]
     device = context.plan.components["transformer"].device
     *half, given = (GivenFrames.of(spec, encoded.to(device), plan.images) for encoded in latents)
     return replace(conditioning, given=given, given_half=half[0] if half else None)
+
+
+def _with_embeddings(context: RunContext, conditioning: Conditioning, images: Sequence[Image]) -> Conditioning:
+    """Return the conditioning with the embeddings of images, if the model attends to them."""
+    if IMAGE_ENCODER not in context.plan.components:
+        return conditioning
+    with context.residency.image_encoder(context.spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
+        context.begin_stage("encode", IMAGE_ENCODER)
+        return conditioning.with_tokens(encoder.encode(images))
 
 
 def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Image]:
@@ -209,6 +215,7 @@ def encode_control(context: RunContext, conditioning: Conditioning) -> Condition
     spec = context.spec
     context.current = ("load", VAE_ENCODER)
     clip = control_clip(context.plan, context.cancel.check, context.warn)
+    conditioning = _with_embeddings(context, conditioning, clip.references)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         tile, components = context.plan.strategy.decode_tile, components_of(spec)
@@ -222,9 +229,12 @@ def control_clip(
 ) -> ControlClip:
     """Read what steers a plan's video; see `video_frames`."""
     references = [open_image(use, "references", check) for use in plan.references]
-    video = None if plan.control is None else video_frames(plan, "control", check, warn)
-    mask = None if plan.mask is None else video_frames(plan, "mask", check, warn)
-    clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
+    references += [open_image(use, field, check) for field, use in plan.images.items()]
+    video, mask, background = (
+        None if getattr(plan, field) is None else video_frames(plan, field, check, warn)
+        for field in ("control", "mask", "background")
+    )
+    clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references, background)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
     return clip
@@ -242,15 +252,19 @@ def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None
 
 def video_frames(
     plan: ExecutionPlan,
-    field: Literal["video", "control", "mask"] = "video",
+    field: str = "video",
     check: Callable[[], None] = never,
     warn: Callable[[Fact], None] | None = None,
+    *,
+    side: int | None = None,
 ) -> torch.Tensor:
     """Read one of a plan's videos; return its first frames at the plan's rate, of its size.
 
     Args:
         check: see `models.videos.with_video`.
+        field: of the request: "video" or one of `CONTROL_VIDEOS`.
         warn: called if a part of the file is damaged.
+        side: width and height of the frames, which show the middle of the video's; `None` for the plan's size.
 
     Returns:
         (frames, height, width, 3), uint8; the brightness of a mask, (frames, height, width).
@@ -263,7 +277,9 @@ def video_frames(
     assert use is not None
     info = open_video(use, check, field)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
-    video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
+    width, height = (plan.width, plan.height) if side is None else (side, side)
+    fit, position = (plan.image_fit, plan.image_position) if side is None else (CROP, MIDDLE)
+    video = torch.empty((plan.frames, height, width, *colors), dtype=torch.uint8)
     reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check)
     count = 0
     while True:
@@ -272,7 +288,7 @@ def video_frames(
         except StopIteration as end:
             damage = end.value
             break
-        image = fitted(fromarray(frame), plan.width, plan.height, plan.image_fit, plan.image_position)
+        image = fitted(fromarray(frame), width, height, fit, position)
         video[count] = torch.from_numpy(np.array(image.convert(mode)))
         count += 1
     if count < plan.frames:
@@ -323,7 +339,9 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
                 part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
             if spec.control_input is not None:
-                cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale))
+                side = spec.control_input.face_side
+                face = None if plan.face is None else video_frames(plan, "face", context.cancel.check, side=side)
+                cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale), face)
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
             with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
@@ -355,8 +373,8 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
 
 
 def _clip_of(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
-    """Return the latents of the clip's frames: without those of sound, and of the reference images before them."""
-    return video_of(latents, Streams.of(plan))[:, :, len(plan.references) :]
+    """Return the latents of the clip's frames: without those of sound, and of the images before them."""
+    return video_of(latents, Streams.of(plan))[:, :, plan.leading_latents :]
 
 
 def _latents_before(context: RunContext, stage: int, scheduler: Any, first: Step) -> torch.Tensor:

@@ -268,7 +268,8 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
     """Return the warnings about images and videos of which cropping cuts a visible part."""
     images: dict[str, InputFile | None] = {"planner.last_image_cut": spec.last_image}
     if AUTO not in {request.width, request.height}:
-        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video or spec.control, **images}
+        first = spec.image if spec.starts_from_images else None
+        images = {"planner.image_cut": first, "planner.video_cut": spec.video or spec.control, **images}
     facts = []
     for code, image in images.items():
         if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:

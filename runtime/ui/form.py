@@ -277,6 +277,7 @@ def model_values(
 
 def lacks(spec: ModelSpec) -> frozenset[str]:
     """Return the request fields that a model does not have; the form does not show them."""
+    steering = () if spec.control_input is None else spec.control_input.fields
     return spec.unsupported | {
         name
         for name, there in (
@@ -287,7 +288,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
+            *((name, name in steering) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
         )
         if not there
     }
@@ -462,7 +463,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["last_image"] = None
     if spec.video_input is None:
         request["video"] = None
-    if spec.image_input is None:
+    if not spec.starts_from_images:
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
         request["preprocess"] = OFF

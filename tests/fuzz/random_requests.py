@@ -75,6 +75,8 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "video": (None, IMAGE),
     "strength": (0.6, st.sampled_from([0.6, 1, 0, "auto", 1.5]) | JSON),
     "control": (None, IMAGE),
+    "face": (None, IMAGE),
+    "background": (None, IMAGE),
     "mask": (None, IMAGE),
     "references": (None, IMAGE | st.lists(IMAGE, max_size=9)),
     "preprocess": ("off", st.sampled_from(["edges", "gray", "scribble", "blur", "depth", 1]) | JSON),

@@ -46,8 +46,8 @@ from tests.transformer_files import (
     wide_transformer,
 )
 
-# VACE's transformers are read from folders only.
-KNOWN = [known for known in published_models("wan") if "vace_layers" not in known.configs["transformer"]]
+# Transformers that are steered are read from folders only.
+KNOWN = [known for known in published_models("wan") if "_class_name" not in known.configs["transformer"]]
 Tiny = Callable[[str], ModelSpec]
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 
