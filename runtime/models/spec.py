@@ -309,6 +309,7 @@ class ControlInput:
         required: those without which it makes no video.
         masked: the field of the video that a mask changes.
         face_side: width and height in pixels of the frames of a face video; 0 without.
+        most_frames: of a clip, which the model was trained with; `None` for no limit.
     """
 
     vae: VaeEncoderSpec
@@ -317,6 +318,7 @@ class ControlInput:
     required: tuple[str, ...] = ()
     masked: str = "control"
     face_side: int = 0
+    most_frames: int | None = None
 
     def scales(self, requested: tuple[float, ...]) -> tuple[float, ...]:
         """Return the scale of each block, of a scale for each or one for all."""

@@ -239,10 +239,12 @@ def _check_positions(spec: ModelSpec, requested: Mapping[str, int]) -> None:
 
 
 def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
-    """Return the most frames and pixels that the transformer has position embeddings for."""
+    """Return the most frames and pixels that the transformer has position embeddings for, or was trained with."""
     positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
     scale = spec.vae.scale_factor_spatial
     frames = (positions[0] - 1) * spec.vae.scale_factor_temporal + 1
+    if spec.control_input is not None and spec.control_input.most_frames is not None:
+        frames = min(frames, spec.control_input.most_frames)
     return {
         # The positions of a section do not depend on how many there are.
         "frames": frames if spec.section is None else MAX_FRAMES,

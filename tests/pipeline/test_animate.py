@@ -227,7 +227,9 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
     "extend": (MOVE, {"image": None, "extend": "control.mp4"}, "extend", "source.not_continued"),
     "video": (MOVE, {"image": None, "video": "control.mp4"}, "video", "source.model_without"),
     "gpus": (MOVE, {"gpus": 2}, "gpus", "family.option_unsupported"),
-    "too long": (MOVE, {"frames": 81}, "frames", "planner.video_too_short"),
+    "too many frames": (MOVE, {"frames": 81, "fps": 24}, "frames", "planner.too_large"),
+    "too many seconds": (MOVE, {"frames": "auto", "seconds": 20}, "seconds", "planner.too_long"),
+    "too long": (MOVE, {"frames": 37}, "frames", "planner.video_too_short"),
     "no video": (MOVE, {"face": "image.png"}, "face", "source.no_video"),
 }
 
