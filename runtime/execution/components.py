@@ -174,6 +174,8 @@ class ControlClip:
         mask: where it changes, (frames, height, width), uint8; `None` for everywhere.
         references: images of things that the clip shows, in RGB and of any size.
         background: the video that a character is put into, shaped like `video`; `None` for none.
+        before: the clip's first frames, which are those of the clip before, (frames, height, width, 3), float32 in -1
+            to 1; `None` for none.
     """
 
     frames: int
@@ -183,6 +185,7 @@ class ControlClip:
     mask: torch.Tensor | None
     references: Sequence[Image]
     background: torch.Tensor | None = None
+    before: torch.Tensor | None = None
 
     @property
     def changes(self) -> torch.Tensor | None:
@@ -204,7 +207,12 @@ class VideoEncoder(Protocol):
         """
 
     def video_latents(
-        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+        self,
+        video: torch.Tensor,
+        tile: int | None,
+        check: Callable[[], None],
+        shown: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the latents of a video, as `latents` does; never called on engines.
 
@@ -213,6 +221,7 @@ class VideoEncoder(Protocol):
             tile: see `latents`.
             check: called before each latent frame; may raise.
             shown: the pixels of the video that are encoded, (frames, height, width), bool; the others are gray.
+            before: frames that are encoded instead of the first ones, (frames, height, width, 3), float32 in -1 to 1.
         """
 
 

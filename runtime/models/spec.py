@@ -26,7 +26,7 @@ from runtime.core.request import (
     MAX_STEPS,
     UPSCALER,
 )
-from runtime.models.sections import SamplingType, Sections
+from runtime.models.sections import SamplingType, Sections, Segments
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
@@ -309,7 +309,9 @@ class ControlInput:
         required: those without which it makes no video.
         masked: the field of the video that a mask changes.
         face_side: width and height in pixels of the frames of a face video; 0 without.
-        most_frames: of a clip, which the model was trained with; `None` for no limit.
+        segment_frames: of a clip, which the model was trained with; longer ones are made in segments. `None` if all are
+            made whole.
+        overlap: frames that a segment shares with the one before.
     """
 
     vae: VaeEncoderSpec
@@ -318,7 +320,8 @@ class ControlInput:
     required: tuple[str, ...] = ()
     masked: str = "control"
     face_side: int = 0
-    most_frames: int | None = None
+    segment_frames: int | None = None
+    overlap: int = 1
 
     def scales(self, requested: tuple[float, ...]) -> tuple[float, ...]:
         """Return the scale of each block, of a scale for each or one for all."""
@@ -806,8 +809,21 @@ class ModelSpec:
         return 1 if self.section is None else self.frame_stride + 1
 
     def sections(self, frames: int) -> int:
-        """Return how many sections a clip is made in; 1 if it is made whole."""
+        """Return how many sections, or segments, a clip is made in; 1 if it is made whole."""
+        if self.segment_frames is not None:
+            return self.segments_of(frames).count
         return 1 if self.section is None else (frames - 1) // self.frame_stride
+
+    @property
+    def segment_frames(self) -> int | None:
+        """The most frames of a clip that is not made in segments; `None` if all are made whole, or in sections."""
+        return None if self.control_input is None else self.control_input.segment_frames
+
+    def segments_of(self, frames: int) -> Segments:
+        """Return the segments of a clip of a model that makes long ones so."""
+        assert self.control_input is not None
+        assert self.control_input.segment_frames is not None
+        return Segments(frames, self.control_input.segment_frames, self.control_input.overlap)
 
     def sections_of(self, frames: int) -> Sections:
         """Return the sections of a clip of a model that makes videos in sections."""
@@ -823,8 +839,9 @@ class ModelSpec:
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
         """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
 
-        It is the clip after its `leading_latents`, or a section, however many there are.
+        It is the clip or a segment of it, after its `leading_latents`, or a section, however many there are.
         """
+        frames = min(frames, self.segment_frames or frames)
         whole = (frames - 1) // self.vae.scale_factor_temporal + 1 + self.leading_latents
         return (
             1,

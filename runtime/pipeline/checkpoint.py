@@ -123,11 +123,17 @@ class Checkpoint:
     section: SectionProgress | None = None
 
     @property
+    def parts(self) -> int:
+        """Sections, segments or stages done."""
+        if self.section is not None:
+            return self.section.sections
+        return 0 if self.sampling is None else self.sampling.stage
+
+    @property
     def state(self) -> tuple[int, int, ExecutionPlan]:
         """What differs if the job's state does: steps, and sections or stages done, and the plan."""
         # A fallback changes the following steps even if no step was done since.
-        parts = 0 if self.sampling is None else self.sampling.stage
-        return self.step, parts if self.section is None else self.section.sections, self.plan
+        return self.step, self.parts, self.plan
 
     @property
     def step(self) -> int:

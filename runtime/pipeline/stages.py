@@ -34,6 +34,7 @@ from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
+from runtime.models.sections import Segment
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
 from runtime.models.videos import open_video
@@ -214,27 +215,68 @@ def encode_control(context: RunContext, conditioning: Conditioning) -> Condition
     """Return the conditioning with the latents of what steers the plan's video."""
     spec = context.spec
     context.current = ("load", VAE_ENCODER)
-    clip = control_clip(context.plan, context.cancel.check, context.warn)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, 0))
     conditioning = _with_embeddings(context, conditioning, clip.references)
+    context.current = ("load", VAE_ENCODER)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        tile, components = context.plan.strategy.decode_tile, components_of(spec)
-        latents = components.control_latents(vae, spec, clip, tile, context.cancel.check)
+        return _with_control(context, conditioning, vae, clip)
+
+
+def _with_control(
+    context: RunContext, conditioning: Conditioning, encoder: VideoEncoder, clip: ControlClip
+) -> Conditioning:
+    tile, components = context.plan.strategy.decode_tile, components_of(context.spec)
+    latents = components.control_latents(encoder, context.spec, clip, tile, context.cancel.check)
     device = context.plan.components["transformer"].device
     return replace(conditioning, given=GivenFrames("channels", latents.to(device)))
 
 
+def encode_segment(context: RunContext, conditioning: Conditioning, number: int, before: torch.Tensor) -> Conditioning:
+    """Return the conditioning with the latents of what steers another segment of the plan's video.
+
+    Args:
+        before: the frames that it starts with, see `ControlClip`.
+    """
+    context.cancel.check_pause()
+    context.current = ("load", VAE_ENCODER)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, number), before)
+    with context.residency.video_encoder(context.spec, context) as vae, context.metrics.stage("encode"):
+        context.begin_stage("encode", VAE_ENCODER)
+        return _with_control(context, conditioning, vae, clip)
+
+
+def begin_segment(context: RunContext, conditioning: Conditioning, number: int) -> None:
+    """Begin another segment, from its noise, once the one before is on disk; see `RunContext.record_segment`."""
+    assert context.sampling is not None
+    scheduler, steps = context.schedule(number)
+    latents = _latents_before(context, number, scheduler, steps[0])
+    guidance = Guidance.of(context.plan, context.sampling.guidance.left_out)
+    context.record_segment(conditioning, latents, scheduler, guidance, number)
+
+
+def _segment_of(context: RunContext, number: int) -> Segment | None:
+    """Return a segment of the plan's video; `None` for models that make all videos whole, or in sections."""
+    spec = context.spec
+    return None if spec.segment_frames is None else spec.segments_of(context.plan.frames)[number]
+
+
 def control_clip(
-    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+    plan: ExecutionPlan,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+    segment: Segment | None = None,
+    before: torch.Tensor | None = None,
 ) -> ControlClip:
-    """Read what steers a plan's video; see `video_frames`."""
+    """Read what steers a plan's video, or a segment of it; see `video_frames` and `ControlClip`."""
+    numbers = range(plan.frames) if segment is None else segment.sources
     references = [open_image(use, "references", check) for use in plan.references]
     references += [open_image(use, field, check) for field, use in plan.images.items()]
     video, mask, background = (
-        None if getattr(plan, field) is None else video_frames(plan, field, check, warn)
+        None if getattr(plan, field) is None else video_frames(plan, field, check, warn, numbers=numbers)
         for field in ("control", "mask", "background")
     )
-    clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references, background)
+    clip = ControlClip(len(numbers), plan.height, plan.width, video, mask, references, background, before)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
     return clip
@@ -257,6 +299,7 @@ def video_frames(
     warn: Callable[[Fact], None] | None = None,
     *,
     side: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Read one of a plan's videos; return its first frames at the plan's rate, of its size.
 
@@ -265,6 +308,7 @@ def video_frames(
         field: of the request: "video" or one of `CONTROL_VIDEOS`.
         warn: called if a part of the file is damaged.
         side: width and height of the frames, which show the middle of the video's; `None` for the plan's size.
+        numbers: of the frames to return, from 0; `None` for all.
 
     Returns:
         (frames, height, width, 3), uint8; the brightness of a mask, (frames, height, width).
@@ -279,8 +323,13 @@ def video_frames(
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
     width, height = (plan.width, plan.height) if side is None else (side, side)
     fit, position = (plan.image_fit, plan.image_position) if side is None else (CROP, MIDDLE)
-    video = torch.empty((plan.frames, height, width, *colors), dtype=torch.uint8)
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check)
+    numbers = range(plan.frames) if numbers is None else numbers
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number, []).append(place)
+    video = torch.empty((len(numbers), height, width, *colors), dtype=torch.uint8)
+    most = max(numbers) + 1
+    reading = read_video(info, 1, rate=Fraction(plan.fps), most=most, field=field, check=check)
     count = 0
     while True:
         try:
@@ -288,10 +337,11 @@ def video_frames(
         except StopIteration as end:
             damage = end.value
             break
-        image = fitted(fromarray(frame), width, height, fit, position)
-        video[count] = torch.from_numpy(np.array(image.convert(mode)))
+        if count in places:
+            image = fitted(fromarray(frame), width, height, fit, position)
+            video[places[count]] = torch.from_numpy(np.array(image.convert(mode)))
         count += 1
-    if count < plan.frames:
+    if count < most:
         raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=plan.frames)
     if damage and warn is not None:
         warn(Fact("source.damaged", {"file": use.name, "line": damage}))
@@ -307,11 +357,11 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
     """Run the remaining steps, and save a checkpoint whenever one is due, and after each stage."""
     first = 0 if context.sampling is None else context.sampling.stage
     for stage in range(first, len(context.plan.by_stage)):
-        _denoise_stage(context, previews, stage)
+        denoise_stage(context, previews, stage)
 
 
-def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
-    """Run the remaining steps of a stage: of the only one, or of one of two."""
+def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
+    """Run the remaining steps of a stage: of the only one, of one of two, or of a segment."""
     context.cancel.check_pause()
     context.current = ("denoise", "transformer")
     assert context.conditioning is not None
@@ -325,7 +375,7 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
         sampling = context.record_step(before, latents, scheduler, guidance, stage)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
-    plan, spec = context.plan.by_stage[stage], context.spec.of_stage(stage)
+    plan, spec = context.plan_of(stage), context.spec.of_stage(stage)
     streams = StreamSampling.of(plan, spec)
 
     @contextmanager
@@ -340,7 +390,9 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             }
             if spec.control_input is not None:
                 side = spec.control_input.face_side
-                face = None if plan.face is None else video_frames(plan, "face", context.cancel.check, side=side)
+                face, segment = None, _segment_of(context, stage)
+                if plan.face is not None and segment is not None:
+                    face = video_frames(plan, "face", context.cancel.check, side=side, numbers=segment.sources)
                 cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale), face)
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
@@ -366,13 +418,13 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             number, resumable = before + done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
                 context.record_step(number, done.latents, scheduler, done.guidance, stage)
-            preview = previews.of_latents(_clip_of(plan, done.estimate))
+            preview = previews.of_latents(clip_latents(plan, done.estimate))
             part, total = done.step.expert, context.plan.total_steps
             context.emit(StepDone(step=number, of=total, seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
 
 
-def _clip_of(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
+def clip_latents(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
     """Return the latents of the clip's frames: without those of sound, and of the images before them."""
     return video_of(latents, Streams.of(plan))[:, :, plan.leading_latents :]
 
@@ -380,9 +432,12 @@ def _clip_of(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
 def _latents_before(context: RunContext, stage: int, scheduler: Any, first: Step) -> torch.Tensor:
     """Return the latents before the first step of a stage."""
     plan, spec = context.plan, context.spec
-    if stage == 0:
+    if stage == 0 or plan.refinement is None:
         assert context.conditioning is not None
-        return first_latents(get_noise(plan.by_stage[0]), context.conditioning.video, scheduler, first)
+        generator = torch.Generator("cpu").manual_seed(plan.seed)
+        # Each segment has noise of its own.
+        *_, noise = (get_noise(context.plan_of(number), generator) for number in range(stage + 1))
+        return first_latents(noise, context.conditioning.video, scheduler, first)
     streams = Streams.of(plan.by_stage[stage - 1])
     assert context.sampling is not None
     assert streams is not None
@@ -413,7 +468,7 @@ def decode_and_save(
     assert context.sampling is not None
     plan = context.plan
     previews.forget_frames()
-    latents = _clip_of(plan, context.sampling.latents)
+    latents = clip_latents(plan, context.sampling.latents)
     decoded = DecodedColors(latents, context.spec.vae.scale_factor_temporal)
     with VideoOutput(context, job_id, on_frames) as output, GrowingClip(context.folder, plan) as clip:
         context.current = ("load", "vae")

@@ -239,15 +239,13 @@ def _check_positions(spec: ModelSpec, requested: Mapping[str, int]) -> None:
 
 
 def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
-    """Return the most frames and pixels that the transformer has position embeddings for, or was trained with."""
+    """Return the most frames and pixels that the transformer has position embeddings for."""
     positions = [spec.transformer.rope_max_seq_len * patch for patch in spec.transformer.patch_size]
     scale = spec.vae.scale_factor_spatial
     frames = (positions[0] - 1) * spec.vae.scale_factor_temporal + 1
-    if spec.control_input is not None and spec.control_input.most_frames is not None:
-        frames = min(frames, spec.control_input.most_frames)
     return {
-        # The positions of a section do not depend on how many there are.
-        "frames": frames if spec.section is None else MAX_FRAMES,
+        # The positions of a section, or a segment, do not depend on how many there are.
+        "frames": frames if spec.section is None and spec.segment_frames is None else MAX_FRAMES,
         "height": positions[1] * scale,
         "width": positions[2] * scale,
     }
@@ -260,7 +258,7 @@ def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heigh
     if (width, height) not in spec.sizes and not of_input:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
         facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
-    if frames > max(spec.frame_counts):
+    if frames > max(spec.frame_counts) and spec.segment_frames is None:
         data = {"model": spec.title, "most": max(spec.frame_counts), "frames": frames}
         facts.append(Fact("planner.unusual_length", data))
     return facts

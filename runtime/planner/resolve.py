@@ -261,6 +261,7 @@ class _Settings:
                 prompts,
                 spec.guidance_passes,
                 None if refinement is None else (len(refinement.levels), refinement.cost),
+                1 if spec.segment_frames is None else spec.sections(frames),
             ),
             refinement=refinement,
         )

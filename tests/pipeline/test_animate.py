@@ -12,18 +12,32 @@ import torch
 from diffusers import WanAnimatePipeline
 from PIL import Image
 
+from runtime.core.cancel import Cancel
 from runtime.core.errors import InvalidRequestError
-from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.events import (
+    Event,
+    Failed,
+    FramesDecoded,
+    Paused,
+    Resumed,
+    SectionDone,
+    StageStarted,
+    StepDone,
+    VideoSaved,
+)
 from runtime.core.request import GenerationRequest
+from runtime.execution.residency import Residency
 from runtime.models.catalogue import look_up
 from runtime.models.requested import with_inputs
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.checkpoint import identity
+from runtime.pipeline.checkpoint import CheckpointFolder, identity
+from runtime.pipeline.run import run_job
 from runtime.pipeline.stages import control_clip, video_frames
+from runtime.planner.clip import check_size
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.killing import killed
-from tests.pipeline.test_from_video import Clip, final_latents, starve_first_encoding
+from tests.pipeline.test_from_video import Clip, final_latents, starve_encoding
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
@@ -69,8 +83,9 @@ def _images(frames: torch.Tensor | None) -> list[Image.Image] | None:
     return None if frames is None else [Image.fromarray(frame.numpy()) for frame in frames]
 
 
-def by_diffusers(clip: Clip, **options: Any) -> torch.Tensor:
+def by_diffusers(clip: Clip) -> torch.Tensor:
     """Return the latents of the last segment that `WanAnimatePipeline` makes of a plan."""
+    assert clip.spec.control_input is not None
     pipeline = WanAnimatePipeline.from_pretrained(clip.spec.directory).to(torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     plan, given = clip.plan, control_clip(clip.plan)
@@ -84,13 +99,13 @@ def by_diffusers(clip: Clip, **options: Any) -> torch.Tensor:
         negative_prompt=plan.negative_prompt,
         height=plan.height,
         width=plan.width,
-        segment_frame_length=plan.frames,
+        segment_frame_length=min(plan.frames, clip.spec.control_input.segment_frames or 0),
+        prev_segment_conditioning_frames=clip.spec.control_input.overlap,
         mode="animate" if given.background is None else "replace",
         num_inference_steps=plan.steps,
         guidance_scale=plan.guidance_scale,
         generator=torch.Generator("cpu").manual_seed(plan.seed),
         output_type="latent",
-        **options,
     ).frames
     # It returns them as the VAE decodes them.
     mean, std = (
@@ -112,6 +127,46 @@ def test_latents_equal_wan_animate_pipelines(
     assert wanted.std() > 0.1 and made.shape == wanted.shape
     assert made.shape[2] == 1 + 3
     assert abs(made - wanted).max() < 1e-4
+
+
+def in_segments(spec: ModelSpec, length: int, overlap: int) -> ModelSpec:
+    """Return a model with other segments."""
+    assert spec.control_input is not None
+    return replace(spec, control_input=replace(spec.control_input, segment_frames=length, overlap=overlap))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inputs", "frames", "length", "overlap", "scale"),
+    [
+        (MOVE, 17, 9, 1, 1.0),
+        (REPLACE, 17, 9, 1, 3.0),
+        (MOVE, 21, 13, 5, 3.0),
+        (REPLACE, 21, 13, 5, 1.0),
+        # The last segment is longer than the clip.
+        (REPLACE, 21, 9, 1, 1.0),
+        (MOVE, 25, 13, 5, 1.0),
+    ],
+    ids=["move", "replace, guided", "move, guided, five", "replace, five", "replace, padded", "move, five, padded"],
+)
+def test_latents_of_segments_equal_wan_animate_pipelines(
+    inputs: tuple[str, ...],
+    frames: int,
+    length: int,
+    overlap: int,
+    scale: float,
+    tiny: Tiny,
+    sources: Path,
+    tmp_path: Path,
+) -> None:
+    spec = in_segments(tiny(ANIMATE), length, overlap)
+    clip = planned(spec, sources, tmp_path, *inputs, frames=frames, guidance_scale=scale, steps=2)
+    assert clip.plan.latent_shape[2] == 1 + (length + 3) // 4
+    wanted = by_diffusers(clip)
+    made = final_latents(clip, tmp_path / "job")
+    assert wanted.std() > 0.1 and made.shape == wanted.shape
+    assert abs(made - wanted).max() < 1e-4
+    assert len(frames_of(clip.plan.output)) == 3 * frames * 64 * 32
 
 
 @pytest.mark.slow
@@ -165,6 +220,67 @@ def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, s
 
 
 @pytest.mark.slow
+def test_segments_are_resumed_after_each_event_kills_and_out_of_memory(
+    tiny: Tiny, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = planned(in_segments(tiny(ANIMATE), 9, 1), sources, tmp_path, *REPLACE, frames=21, steps=2)
+    plan, spec = with_strategy(clip.plan, keep_loaded=False), clip.spec
+    assert (plan.sections, plan.total_steps, plan.engine_size("vae")[0]) == (3, 6, 3)
+    whole = run(plan, spec, tmp_path / "whole")
+    assert isinstance(whole[-1], VideoSaved) and whole[-1].sections == (3, 3, 21) and not whole[-1].continues
+    made = [(event.start, event.frames) for event in whole if isinstance(event, SectionDone)]
+    assert made == [(0, 9), (9, 8), (17, 4)]
+    assert [event.frames for event in whole if isinstance(event, FramesDecoded)][-1] == 21
+    assert steps_of(whole) == [1, 2, 3, 4, 5, 6]
+    wanted, first = frames_of(plan.output), read_metadata(plan.output)["request"]
+    plan.output.unlink()
+    stops: list[Callable[[Event], bool]] = [
+        lambda event: isinstance(event, StepDone) and event.step == 1,
+        lambda event: isinstance(event, SectionDone),
+        lambda event: isinstance(event, StageStarted) and event.part == "vae_encoder",
+        lambda event: isinstance(event, StepDone) and event.step == 3,
+        lambda event: isinstance(event, StageStarted) and event.part == "vae",
+    ]
+    for stop in stops:
+        assert isinstance(run(plan, spec, tmp_path / "paused", stop=stop)[-1], Paused)
+    events = run(plan, spec, tmp_path / "paused")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+    assert steps_of(events)[0] > 2 and read_metadata(plan.output)["request"] == first
+    plan.output.unlink()
+    # Its frames are on disk, and what the next one is made from is not.
+    assert killed(spec, plan, tmp_path / "killed", event="SectionDone", count=1) == -9
+    events = run(plan, spec, tmp_path / "killed")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+    assert steps_of(events) == [3, 4, 5, 6]
+    # The encoding of the second segment's background.
+    starve_encoding(monkeypatch, {3})
+    events = run(clip.plan, spec, None)
+    assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+
+
+@pytest.mark.slow
+def test_a_clip_in_segments_can_end_early_and_be_continued(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
+    clip = planned(in_segments(tiny(ANIMATE), 13, 5), sources, tmp_path, *MOVE, frames=25, steps=2)
+    assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
+    wanted = frames_of(clip.plan.output)
+    cancel, events = Cancel(), []
+
+    def emit(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, StepDone) and event.step == 3:
+            cancel.finish_early()
+
+    with Residency() as residency:
+        run_job(clip.plan, clip.spec, emit, cancel, residency, checkpoints=CheckpointFolder(tmp_path / "early"))
+    saved = events[-1]
+    assert isinstance(saved, VideoSaved) and saved.sections == (2, 3, 21) and saved.continues
+    assert frames_of(clip.plan.output) != wanted
+    saved = run(clip.plan, clip.spec, tmp_path / "early")[-1]
+    assert isinstance(saved, VideoSaved) and saved.sections == (3, 3, 25) and frames_of(clip.plan.output) == wanted
+
+
+@pytest.mark.slow
 def test_memory_files_that_are_gone_and_weights_that_wait(
     tiny: Tiny, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +290,7 @@ def test_memory_files_that_are_gone_and_weights_that_wait(
     for offload in ("model", "group", "sequential"):
         assert isinstance(run(with_strategy(clip.plan, offload=offload), clip.spec, None)[-1], VideoSaved)
         assert frames_of(clip.plan.output) == wanted
-    starve_first_encoding(monkeypatch)
+    starve_encoding(monkeypatch, {1})
     events = run(clip.plan, clip.spec, None)
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted
@@ -196,6 +312,19 @@ def test_checkpoints_are_of_the_same_inputs(tiny: Tiny, sources: Path, tmp_path:
         )
     ]
     assert len({identity({}, clip.plan) for clip in clips}) == len(clips)
+
+
+def test_longer_clips_take_as_much_memory_and_more_time(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
+    spec = in_segments(tiny(ANIMATE), 13, 1)
+    plans = [planned(spec, sources, tmp_path, *REPLACE, frames=frames).plan for frames in (13, 25, 29)]
+    assert [plan.sections for plan in plans] == [1, 2, 3]
+    assert [plan.total_steps for plan in plans] == [3, 6, 9]
+    assert len({(plan.tokens, plan.latent_shape, plan.memory, plan.step_flops) for plan in plans}) == 1
+    for stage in ("encode", "denoise", "decode"):
+        likely = [plan.seconds[stage].likely for plan in plans]
+        assert likely == sorted(likely) and likely[0] < likely[1] < likely[2], stage
+    # Tokens of a segment have positions, however many segments there are.
+    check_size(spec, 64, 32, 401)
 
 
 def test_forecasts_count_what_is_encoded_and_the_face(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
@@ -227,8 +356,6 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
     "extend": (MOVE, {"image": None, "extend": "control.mp4"}, "extend", "source.not_continued"),
     "video": (MOVE, {"image": None, "video": "control.mp4"}, "video", "source.model_without"),
     "gpus": (MOVE, {"gpus": 2}, "gpus", "family.option_unsupported"),
-    "too many frames": (MOVE, {"frames": 81, "fps": 24}, "frames", "planner.too_large"),
-    "too many seconds": (MOVE, {"frames": "auto", "seconds": 20}, "seconds", "planner.too_long"),
     "too long": (MOVE, {"frames": 37}, "frames", "planner.video_too_short"),
     "no video": (MOVE, {"face": "image.png"}, "face", "source.no_video"),
 }

@@ -130,7 +130,7 @@ def control_latents(
 
     These are, for each latent frame: a mask, 1 where the clip is given, latents of what is given, and those of the
     poses. The first latent frame is the image of the character. After it, the background is given where the mask is
-    black; without a background, frames are gray, and none is given.
+    black; without a background, frames are gray, and none is given. Frames of the clip before are given too.
 
     Args:
         clip: its only reference is the image of the character.
@@ -142,7 +142,11 @@ def control_latents(
     assert clip.video is not None
     (character,) = clip.references
     image = encoder.latents([_on_black(character, clip.width, clip.height)], 1, tile)
-    if clip.background is None:
+    if clip.before is not None:
+        video = torch.zeros_like(clip.video) if clip.background is None else clip.background
+        shown = torch.zeros(video.shape[:3], dtype=torch.bool) if clip.background is None else None
+        given = encoder.video_latents(video, tile, check, shown, clip.before)
+    elif clip.background is None:
         given = encoder.latents([torch.zeros(3, clip.height, clip.width)], clip.frames, tile)
     else:
         given = encoder.video_latents(clip.background, tile, check)
@@ -163,6 +167,8 @@ def _given_frames(spec: ModelSpec, clip: ControlClip) -> torch.Tensor:
         frames = torch.zeros(clip.frames, *size)
     else:
         frames = F.interpolate(1 - clip.mask[:, None].float() / 255, size, mode="nearest")[:, 0]
+    if clip.before is not None:
+        frames[: len(clip.before)] = 1
     frames = torch.cat([frames[:1].expand(stride - 1, -1, -1), frames])
     return frames.unflatten(0, (-1, stride)).transpose(0, 1)[None]
 

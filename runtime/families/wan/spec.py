@@ -615,7 +615,7 @@ def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput |
             required=("control", "face"),
             masked="background",
             face_side=transformer.motion_encoder_size,
-            most_frames=ANIMATED_FRAMES,
+            segment_frames=ANIMATED_FRAMES,
         )
     if not isinstance(transformer, VaceTransformerSpec):
         return None

@@ -89,13 +89,18 @@ class PyTorchVideoEncoder(PyTorchVaePart):
 
     @torch.no_grad()
     def video_latents(
-        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+        self,
+        video: torch.Tensor,
+        tile: int | None,
+        check: Callable[[], None],
+        shown: torch.Tensor | None = None,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `VideoEncoder`; a tile is encoded for the whole video before the next one starts."""
         return self._in_tiles(
             video.shape[1:3],
             tile,
-            lambda y, x: self._video(video[:, y, x], None if shown is None else shown[:, y, x], check),
+            lambda y, x: self._video(video[:, y, x], _part(shown, y, x), _part(before, y, x), check),
         )
 
     def _in_tiles(
@@ -127,7 +132,13 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         moments = self._vae.quant_conv(self._steps(clip))
         return self._normalized(moments)
 
-    def _video(self, video: torch.Tensor, shown: torch.Tensor | None, check: Callable[[], None]) -> torch.Tensor:
+    def _video(
+        self,
+        video: torch.Tensor,
+        shown: torch.Tensor | None,
+        before: torch.Tensor | None,
+        check: Callable[[], None],
+    ) -> torch.Tensor:
         """Return the latents of a video, encoded one latent frame at a time, as `AutoencoderKLWan._encode` does."""
         encoder, group = self._vae.encoder, self._vae.config.scale_factor_temporal
         # The last frames of each convolution's input, which the encoder replaces.
@@ -139,6 +150,8 @@ class PyTorchVideoEncoder(PyTorchVaePart):
             pixels = video[part].to(self._mean.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
             if shown is not None:
                 pixels *= shown[part].to(pixels.device)
+            if before is not None and len(before[part]):
+                pixels[:, :, : len(before[part])] = before[part].to(pixels.device).permute(3, 0, 1, 2)
             encoded = encoder(self._patched(pixels.to(self._dtype)), feat_cache=caches, feat_idx=[0])
             latents.append(self._normalized(self._vae.quant_conv(encoded)))
         return torch.cat(latents, dim=2)
@@ -155,6 +168,10 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         size = self._vae.config.patch_size
         patched: torch.Tensor = frames if size is None else patchify(frames, size)
         return patched
+
+
+def _part(frames: torch.Tensor | None, y: slice, x: slice) -> torch.Tensor | None:
+    return None if frames is None else frames[:, y, x]
 
 
 class EncoderSteps:
