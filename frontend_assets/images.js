@@ -220,7 +220,7 @@
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength" };
-  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess" };
+  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", overlap: "overlap" };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
     if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });
@@ -385,7 +385,7 @@
     for (const [id, field] of Object.entries(OPTIONS)) {
       const option = $(`#${id}`);
       if (!option) continue;
-      hide(option.closest(".steering"), !(field === "preprocess" ? ["control"] : ["control", "references"]).some(chosen));
+      hide(option.closest(".steering"), !(field === "control_scale" ? ["control", "references"] : ["control"]).some(chosen));
       const now = value(field) ?? "";
       if (option.value !== now && document.activeElement !== option) option.value = now;
     }

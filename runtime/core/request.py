@@ -118,9 +118,13 @@ CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
 # The fields of files that steer a video.
 CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
+# How they steer it.
+STEERING_OPTIONS = ("control_scale", "preprocess", "overlap")
 CONTROL_VIDEOS = ("control", "face", "background", "mask")
 # What frames of a control video are made of those of its file.
 PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
+# Frames that a segment of a clip shares with the one before.
+OVERLAP, OVERLAPS = "1", {"1": "1 frame", "5": "5 frames"}
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -734,6 +738,19 @@ class GenerationRequest(FrozenModel):
             choices=PREPROCESSING,
         ),
     ] = OFF
+    overlap: Annotated[
+        str,
+        Choice(
+            label="Overlap",
+            help="Of a long clip of a character, which is made in segments: start each with so many frames of the one "
+            "before. With 5, movements go on more smoothly, and a segment adds fewer frames.",
+            group="image",
+            flag="--overlap",
+            unset="1",
+            docs="models.md#characters",
+            choices=OVERLAPS,
+        ),
+    ] = OVERLAP
 
     sound: Annotated[
         str,

@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, CONTROL_VIDEOS, OFF, GenerationRequest
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, CONTROL_VIDEOS, OFF, OVERLAP, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, frames_taken
@@ -42,6 +42,7 @@ def with_control(
     used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
     used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
+    used_fields += [] if request.overlap == OVERLAP else ["overlap"]
     taken = spec.control_input
     if taken is None:
         if used_fields:
@@ -74,8 +75,9 @@ def with_control(
         for field in CONTROL_VIDEOS
         if (file := getattr(request, field)) is not None
     }
+    taken = replace(taken, overlap=int(request.overlap))
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
-    return replace(spec, references=references, **videos)
+    return replace(spec, control_input=taken, references=references, **videos)
 
 
 def _takes(spec: ModelSpec, field: str) -> bool:

@@ -13,7 +13,15 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, CONTROL_FIELDS, FIELDS, FINISHERS, OFF, GenerationRequest
+from runtime.core.request import (
+    COMPONENTS,
+    CONTROL_FIELDS,
+    FIELDS,
+    FINISHERS,
+    OFF,
+    STEERING_OPTIONS,
+    GenerationRequest,
+)
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -288,7 +296,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, name in steering) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
+            *((name, name in steering) for name in (*CONTROL_FIELDS, *STEERING_OPTIONS)),
         )
         if not there
     }

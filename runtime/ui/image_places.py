@@ -17,7 +17,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse, InputFile, field_of
-from runtime.core.request import CONTROL_FIELDS, FIELDS
+from runtime.core.request import CONTROL_FIELDS, FIELDS, STEERING_OPTIONS
 from runtime.core.request_fields import VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
@@ -75,7 +75,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         strength=FIELDS["strength"],
         steering={
             name: FIELDS[name]
-            for name in ("control_scale", "preprocess")
+            for name in STEERING_OPTIONS
             if spec.control_input is not None and name in spec.control_input.fields
         },
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},

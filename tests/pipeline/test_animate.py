@@ -129,10 +129,10 @@ def test_latents_equal_wan_animate_pipelines(
     assert abs(made - wanted).max() < 1e-4
 
 
-def in_segments(spec: ModelSpec, length: int, overlap: int) -> ModelSpec:
-    """Return a model with other segments."""
+def in_segments(spec: ModelSpec, length: int) -> ModelSpec:
+    """Return a model with shorter segments."""
     assert spec.control_input is not None
-    return replace(spec, control_input=replace(spec.control_input, segment_frames=length, overlap=overlap))
+    return replace(spec, control_input=replace(spec.control_input, segment_frames=length))
 
 
 @pytest.mark.slow
@@ -159,8 +159,8 @@ def test_latents_of_segments_equal_wan_animate_pipelines(
     sources: Path,
     tmp_path: Path,
 ) -> None:
-    spec = in_segments(tiny(ANIMATE), length, overlap)
-    clip = planned(spec, sources, tmp_path, *inputs, frames=frames, guidance_scale=scale, steps=2)
+    values = {"frames": frames, "guidance_scale": scale, "steps": 2, "overlap": str(overlap)}
+    clip = planned(in_segments(tiny(ANIMATE), length), sources, tmp_path, *inputs, **values)
     assert clip.plan.latent_shape[2] == 1 + (length + 3) // 4
     wanted = by_diffusers(clip)
     made = final_latents(clip, tmp_path / "job")
@@ -223,7 +223,7 @@ def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, s
 def test_segments_are_resumed_after_each_event_kills_and_out_of_memory(
     tiny: Tiny, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clip = planned(in_segments(tiny(ANIMATE), 9, 1), sources, tmp_path, *REPLACE, frames=21, steps=2)
+    clip = planned(in_segments(tiny(ANIMATE), 9), sources, tmp_path, *REPLACE, frames=21, steps=2)
     plan, spec = with_strategy(clip.plan, keep_loaded=False), clip.spec
     assert (plan.sections, plan.total_steps, plan.engine_size("vae")[0]) == (3, 6, 3)
     whole = run(plan, spec, tmp_path / "whole")
@@ -261,7 +261,7 @@ def test_segments_are_resumed_after_each_event_kills_and_out_of_memory(
 
 @pytest.mark.slow
 def test_a_clip_in_segments_can_end_early_and_be_continued(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
-    clip = planned(in_segments(tiny(ANIMATE), 13, 5), sources, tmp_path, *MOVE, frames=25, steps=2)
+    clip = planned(in_segments(tiny(ANIMATE), 13), sources, tmp_path, *MOVE, frames=25, steps=2, overlap="5")
     assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
     wanted = frames_of(clip.plan.output)
     cancel, events = Cancel(), []
@@ -311,11 +311,15 @@ def test_checkpoints_are_of_the_same_inputs(tiny: Tiny, sources: Path, tmp_path:
             (REPLACE, {"mask": str(sources / "control.mp4")}),
         )
     ]
+    clips += [
+        planned(in_segments(tiny(ANIMATE), 13), sources, tmp_path, *MOVE, frames=21, overlap=overlap)
+        for overlap in ("1", "5")
+    ]
     assert len({identity({}, clip.plan) for clip in clips}) == len(clips)
 
 
 def test_longer_clips_take_as_much_memory_and_more_time(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
-    spec = in_segments(tiny(ANIMATE), 13, 1)
+    spec = in_segments(tiny(ANIMATE), 13)
     plans = [planned(spec, sources, tmp_path, *REPLACE, frames=frames).plan for frames in (13, 25, 29)]
     assert [plan.sections for plan in plans] == [1, 2, 3]
     assert [plan.total_steps for plan in plans] == [3, 6, 9]

@@ -76,6 +76,7 @@ GOOD: dict[str, Any] = {
     "references": "",
     "control_scale": "1",
     "preprocess": "off",
+    "overlap": "1",
     "sound": "on",
     "size_from": "",
 }
@@ -410,6 +411,8 @@ def test_videos_of_a_character_are_read_for_models_that_take_them(
     given = dict.fromkeys(("image", "control", "face", "background", "mask"), IMAGE)
     others = {"references": IMAGE, "control_scale": "0.5", "preprocess": "edges", "extend": IMAGE, "video": IMAGE}
     request = read(offered, model="animate", size_from="image", width=None, **given, **others)
+    assert read(offered, model="animate", **given, overlap="5").overlap == "5"
+    assert read(offered, model="wan2.1-vace", **given, overlap="5").overlap == "1"
     assert [getattr(request, name) for name in given] == [IMAGE] * 5 and request.width == AUTO
     assert (request.references, request.control_scale, request.preprocess) == ((), (1.0,), "off")
     assert (request.extend, request.video) == (None, None)

@@ -16,7 +16,7 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
-from runtime.core.request import PREPROCESSING
+from runtime.core.request import OVERLAPS, PREPROCESSING
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
 from runtime.models.images import find_image, image_models, keep_image
@@ -69,6 +69,7 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     animated = places_html(tiny(ANIMATE), {"a": tiny(ANIMATE)})
     assert re.findall('data-place="([a-z]+)"', animated) == ["image", "control", "face", "background", "mask"]
     assert animated.count('aria-required="true"') == 3 and 'id="preprocess"' not in animated
+    assert re.findall('option value="([0-9]+)"', animated) == [*OVERLAPS]
     assert 'data-able="[]"' in animated and 'id="control-scale"' not in animated
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
 

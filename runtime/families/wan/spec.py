@@ -611,7 +611,7 @@ def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput |
         return ControlInput(
             vae=vae,
             blocks=0,
-            fields=("control", "face", "background", "mask"),
+            fields=("control", "face", "background", "mask", "overlap"),
             required=("control", "face"),
             masked="background",
             face_side=transformer.motion_encoder_size,
