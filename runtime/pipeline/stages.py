@@ -388,12 +388,7 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             loaded_parts = {
                 part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
-            if spec.control_input is not None:
-                side = spec.control_input.face_side
-                face, segment = None, _segment_of(context, stage)
-                if plan.face is not None and segment is not None:
-                    face = video_frames(plan, "face", context.cancel.check, side=side, numbers=segment.sources)
-                cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale), face)
+            steer(context, denoiser, stage)
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
             with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
@@ -422,6 +417,17 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             part, total = done.step.expert, context.plan.total_steps
             context.emit(StepDone(step=number, of=total, seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
+
+
+def steer(context: RunContext, denoiser: Denoiser, stage: int = 0) -> None:
+    """Tell a transformer that is steered how much, and show it the face of a character; others stay as they are."""
+    control, plan = context.spec.control_input, context.plan
+    if control is None:
+        return
+    face, segment = None, _segment_of(context, stage)
+    if plan.face is not None and segment is not None:
+        face = video_frames(plan, "face", context.cancel.check, side=control.face_side, numbers=segment.sources)
+    cast("ControlDenoiser", denoiser).steer(control.scales(plan.control_scale), face)
 
 
 def clip_latents(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
