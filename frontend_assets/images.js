@@ -7,8 +7,9 @@
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video", "control", "mask", "references"];
-  const STEERING = ["control", "mask", "references"], VIDEOS = ["video", "control", "mask"], SIZED = ["image", "video", "control"];
+  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video", "control", "face", "background", "mask", "references"];
+  const STEERING = ["control", "face", "background", "mask", "references"], VIDEOS = ["video", ...STEERING.slice(0, 4)],
+    SIZED = ["image", "video", "control"];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
@@ -219,7 +220,7 @@
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength" };
-  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess" };
+  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", overlap: "overlap" };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
     if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });
@@ -355,8 +356,10 @@
       // A video excludes images and another video. Which one is extended is chosen below it.
       const start = main();
       const unused = start === "image" ? field === "extend" || Boolean(field === "video" && chosen("image")) : field !== start;
-      // A mask is for a control video.
-      hide(node, STEERING.includes(field) ? field === "mask" && !chosen("control") && !reference : unused);
+      // A mask is for a background video, or for a control video. The image of a character is for both.
+      const masked = place("background") ? "background" : "control";
+      const steers = STEERING.includes(field) || (field === "image" && place("face"));
+      hide(node, steers ? field === "mask" && !chosen(masked) && !reference : unused);
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
@@ -382,7 +385,7 @@
     for (const [id, field] of Object.entries(OPTIONS)) {
       const option = $(`#${id}`);
       if (!option) continue;
-      hide(option.closest(".steering"), !(field === "preprocess" ? ["control"] : ["control", "references"]).some(chosen));
+      hide(option.closest(".steering"), !(field === "control_scale" ? ["control", "references"] : ["control"]).some(chosen));
       const now = value(field) ?? "";
       if (option.value !== now && document.activeElement !== option) option.value = now;
     }

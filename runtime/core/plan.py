@@ -26,6 +26,7 @@ from runtime.core.request import (
     AUTO,
     CONTROL_FIELDS,
     CONTROL_SCALE,
+    CONTROL_VIDEOS,
     FINISHERS,
     INTERPOLATOR,
     LOSSLESS,
@@ -337,6 +338,7 @@ class ResolvedRequest(FrozenModel):
         strength: how much of it changes, above 0 and up to 1.
         stages: "2" if it is made at half the size first, else "1".
         control, mask: what steers the video, and where it changes.
+        face, background: the expressions of a character, and the video that it is put into.
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
         preprocess: what is made of the control video, of `request.PREPROCESSING`.
@@ -371,6 +373,8 @@ class ResolvedRequest(FrozenModel):
     strength: float = STRENGTH
     stages: str = "1"
     control: VideoUse | None = None
+    face: VideoUse | None = None
+    background: VideoUse | None = None
     mask: VideoUse | None = None
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
@@ -388,10 +392,15 @@ class ResolvedRequest(FrozenModel):
 
         Those of a field with several have numbers, see `images.field_of`.
         """
-        videos = {"extend": self.extend, "video": self.video, "control": self.control, "mask": self.mask}
+        videos = {field: getattr(self, field) for field in ("extend", "video", *CONTROL_VIDEOS)}
         images = {field: use for field, use in self.images.items() if self.extend is None or field != "image"}
         references = {input_key("references", number): use for number, use in enumerate(self.references)}
         return {**images, **{field: use for field, use in videos.items() if use is not None}, **references}
+
+    @property
+    def leading_latents(self) -> int:
+        """The latent frames before those of the clip: of reference images, or of a character."""
+        return len(self.references) + (self.face is not None)
 
     @property
     def input_references(self) -> dict[str, str | list[str]]:
@@ -611,7 +620,7 @@ class ExecutionPlan(ResolvedRequest):
     def engine_size(self, component: str) -> LatentSize:
         """Return the size that engines of a component are for: the clip's in latents, or calls with single frames.
 
-        The latents of reference images are not decoded.
+        The latents of reference images, and of a character, are not decoded.
 
         That of decoders of sound is (latents of the sound, 1, 1).
         """
@@ -620,7 +629,7 @@ class ExecutionPlan(ResolvedRequest):
         if component == INTERPOLATOR:
             return 1, self.height, self.width
         if component == "vae":
-            return self.latent_size[0] - len(self.references), *self.latent_size[1:]
+            return self.latent_size[0] - self.leading_latents, *self.latent_size[1:]
         if component != UPSCALER or self.upscaling is None:
             return self.latent_size
         return self.upscaling.batch, *call_size(self.height, self.width, self.upscaling.tile)

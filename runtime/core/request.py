@@ -117,9 +117,14 @@ STRENGTH, LEAST_STRENGTH = 0.6, 0.01
 CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
 # The fields of files that steer a video.
-CONTROL_FIELDS = ("control", "mask", "references")
+CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
+# How they steer it.
+STEERING_OPTIONS = ("control_scale", "preprocess", "overlap")
+CONTROL_VIDEOS = ("control", "face", "background", "mask")
 # What frames of a control video are made of those of its file.
 PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
+# Frames that a segment of a clip shares with the one before.
+OVERLAP, OVERLAPS = "1", {"1": "1 frame", "5": "5 frames"}
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -653,11 +658,37 @@ class GenerationRequest(FrozenModel):
             docs="models.md#control-videos",
         ),
     ] = None
+    face: Annotated[
+        str | None,
+        VideoFile(
+            label="Face video",
+            help="Give the character in the image the expressions of the face in this video, which goes with the poses "
+            "in the control video. Only some models can.",
+            group="image",
+            flag="--face",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#characters",
+        ),
+    ] = None
+    background: Annotated[
+        str | None,
+        VideoFile(
+            label="Background video",
+            help="Put the character into this video, where the mask is white. Only some models can.",
+            group="image",
+            flag="--background",
+            metavar="FILE",
+            unset="that of the image",
+            docs="models.md#characters",
+        ),
+    ] = None
     mask: Annotated[
         str | None,
         VideoFile(
             label="Mask",
-            help="Change the control video where this video is white, and keep it where it is black.",
+            help="Change the control video, or the background video, where this video is white, and keep it where it "
+            "is black.",
             group="image",
             flag="--mask",
             metavar="FILE",
@@ -707,6 +738,19 @@ class GenerationRequest(FrozenModel):
             choices=PREPROCESSING,
         ),
     ] = OFF
+    overlap: Annotated[
+        str,
+        Choice(
+            label="Overlap",
+            help="Of a long clip of a character, which is made in segments: start each with so many frames of the one "
+            "before. With 5, movements go on more smoothly, and a segment adds fewer frames.",
+            group="image",
+            flag="--overlap",
+            unset="1",
+            docs="models.md#characters",
+            choices=OVERLAPS,
+        ),
+    ] = OVERLAP
 
     sound: Annotated[
         str,

@@ -151,13 +151,17 @@ class StreamDenoiser(Denoiser, Protocol):
 
 
 class ControlDenoiser(Denoiser, Protocol):
-    """A transformer with a control branch. `steer` comes before its first call; `PyTorchDenoiser.compute` keeps it.
+    """A transformer that is steered. `steer` comes before its first call; `PyTorchDenoiser.compute` keeps it.
 
-    The latents of a call have the channels of the control branch after their own, see `Components.control_latents`.
+    The latents of a call have further channels after their own, see `Components.control_latents`.
     """
 
-    def steer(self, scales: tuple[float, ...]) -> None:
-        """Set by what the result of each control block is multiplied."""
+    def steer(self, scales: tuple[float, ...], face: torch.Tensor | None = None) -> None:
+        """Set by what the result of each control block is multiplied, and the frames of a face.
+
+        Args:
+            face: (frames, side, side, 3), uint8, on the CPU.
+        """
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,9 @@ class ControlClip:
         video: the control video, (frames, height, width, 3), uint8, on the CPU; `None` for none.
         mask: where it changes, (frames, height, width), uint8; `None` for everywhere.
         references: images of things that the clip shows, in RGB and of any size.
+        background: the video that a character is put into, shaped like `video`; `None` for none.
+        before: the clip's first frames, which are those of the clip before, (frames, height, width, 3), float32 in -1
+            to 1; `None` for none.
     """
 
     frames: int
@@ -177,6 +184,8 @@ class ControlClip:
     video: torch.Tensor | None
     mask: torch.Tensor | None
     references: Sequence[Image]
+    background: torch.Tensor | None = None
+    before: torch.Tensor | None = None
 
     @property
     def changes(self) -> torch.Tensor | None:
@@ -204,6 +213,7 @@ class VideoEncoder(Protocol):
         check: Callable[[], None],
         shown: torch.Tensor | None = None,
         chunk: int = 1,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the latents of a video, as `latents` does; never called on engines.
 
@@ -213,6 +223,7 @@ class VideoEncoder(Protocol):
             check: called before each call of the encoder; may raise.
             shown: the pixels of the video that are encoded, (frames, height, width), bool; the others are gray.
             chunk: the most latent frames to encode in one call, after the first, which is always alone.
+            before: frames that are encoded instead of the first ones, (frames, height, width, 3), float32 in -1 to 1.
         """
 
 

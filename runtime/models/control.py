@@ -1,17 +1,18 @@
-"""What steers a video: a control video, a mask and reference images, added to a model's spec. Imports no torch."""
+"""What steers a video: a control video, a face, a mask, reference images; added to a model's spec. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, GenerationRequest
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, CONTROL_VIDEOS, OFF, OVERLAP, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, frames_taken
 
-_CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
+_MASK, _REFERENCES = "mask", "references"
 _SCALE, _PREPROCESS = "control_scale", "preprocess"
 
 
@@ -21,40 +22,63 @@ def with_control(
     weights_dir: Path,
     cache_dir: Path | None,
     *,
+    needs_files: bool = True,
     keep: bool = True,
     check: Callable[[], None] = never,
 ) -> ModelSpec:
-    """Return a model with the control video, the mask and the reference images of a request, checked and copied.
+    """Return a model with the videos and reference images of a request that steer its video, checked and copied.
 
     Args:
+        needs_files: whether videos must be given for a model that makes none without them.
         cache_dir, keep, check: see `models.images.with_images`.
 
     Raises:
-        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask or a preprocessing
-            without a control video, or the number of scales is not that of the model's control blocks.
+        InvalidRequestError: if one cannot be read, the model is not steered by them or needs another one, there is a
+            mask without the video that it changes, or that video without a mask where the model needs one, there is a
+            preprocessing without a control video, or the number of scales is not that of the model's control blocks.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
     used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
     used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
-    if not used_fields:
+    used_fields += [] if request.overlap == OVERLAP else ["overlap"]
+    taken = spec.control_input
+    if taken is None:
+        if used_fields:
+            able = [model.name for model in all_models(weights_dir) if _takes(model, used_fields[0])]
+            code = "control.model_without" if able else "control.no_model"
+            raise InvalidRequestError(used_fields[0], code, field=used_fields[0], model=spec.title, models=able)
         return spec
-    if spec.control_input is None:
-        able = [model.name for model in all_models(weights_dir) if model.control_input is not None]
-        code = "control.model_without" if able else "control.no_model"
-        raise InvalidRequestError(used_fields[0], code, field=used_fields[0], model=spec.title, models=able)
-    count, blocks = len(request.control_scale), spec.control_input.blocks
-    if count not in {1, blocks}:
-        raise InvalidRequestError(_SCALE, "control.scales", count=count, model=spec.title, blocks=blocks)
-    if request.control is None and request.mask is not None:
-        raise InvalidRequestError(_MASK, "control.mask_alone")
+    for field in used_fields:
+        if field not in taken.fields:
+            able = [model.name for model in all_models(weights_dir) if _takes(model, field)]
+            code = "control.other_model" if able else "control.not_taken"
+            raise InvalidRequestError(field, code, field=field, model=spec.title, models=able)
+    count = len(request.control_scale)
+    if count not in {1, taken.blocks}:
+        raise InvalidRequestError(_SCALE, "control.scales", count=count, model=spec.title, blocks=taken.blocks)
+    for field in taken.required if needs_files else ():
+        if getattr(request, field) is None:
+            raise InvalidRequestError(field, "control.required", field=field, model=spec.title)
+    masked = getattr(request, taken.masked)
+    if masked is None and request.mask is not None:
+        code = "control.mask_alone" if taken.masked == "control" else "control.mask_without_background"
+        raise InvalidRequestError(_MASK, code)
+    if request.background is not None and request.mask is None:
+        raise InvalidRequestError(_MASK, "control.background_alone")
     if request.control is None and request.preprocess != OFF:
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_alone")
     fps, most = frames_taken(request, spec)
-    control, mask = (
-        None if file is None else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
-        for field, file in ((_CONTROL, request.control), (_MASK, request.mask))
-    )
+    videos: dict[str, Any] = {
+        field: find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
+        for field in CONTROL_VIDEOS
+        if (file := getattr(request, field)) is not None
+    }
+    taken = replace(taken, overlap=int(request.overlap))
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
-    return replace(spec, control=control, mask=mask, references=references)
+    return replace(spec, control_input=taken, references=references, **videos)
+
+
+def _takes(spec: ModelSpec, field: str) -> bool:
+    return spec.control_input is not None and field in spec.control_input.fields

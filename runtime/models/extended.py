@@ -55,7 +55,7 @@ def with_extended(
         return spec
     if request.image is not None or request.video is not None:
         raise InvalidRequestError(FIELD, "source.two_starts")
-    if spec.image_input is None:
+    if not spec.starts_from_images:
         able = [model.name for model in image_models(weights_dir)]
         raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
     use, image = continued(request.extend, cache_dir, keep=keep, check=check)

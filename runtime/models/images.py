@@ -183,7 +183,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
 
 def image_models(weights_dir: Path) -> list[ModelSpec]:
     """Return the models that start from an image, installed ones first."""
-    return [spec for spec in all_models(weights_dir) if spec.image_input is not None]
+    return [spec for spec in all_models(weights_dir) if spec.starts_from_images]
 
 
 def all_models(weights_dir: Path) -> list[ModelSpec]:

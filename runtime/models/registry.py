@@ -54,7 +54,9 @@ _LEAST_BYTES = 2
 _MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
 FAMILIES: dict[str, Entry] = {
-    "wan": Entry(("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"), "runtime.families.wan"),
+    "wan": Entry(
+        ("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanAnimatePipeline"), "runtime.families.wan"
+    ),
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
     "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
     "ltx2": Entry(("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"), "runtime.families.ltx2"),

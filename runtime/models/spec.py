@@ -16,6 +16,7 @@ from pydantic import Field
 from runtime.core.images import ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
 from runtime.core.request import (
+    CONTROL_VIDEOS,
     FINISHERS,
     MAX_FPS,
     MAX_FRAMES,
@@ -25,7 +26,7 @@ from runtime.core.request import (
     MAX_STEPS,
     UPSCALER,
 )
-from runtime.models.sections import SamplingType, Sections
+from runtime.models.sections import SamplingType, Sections, Segments
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
@@ -276,7 +277,8 @@ class ImageInput:
     Attributes:
         kind: "channels" appends a mask and the latents of the given frames to the latents; "first_frame" puts the
             latents of the image in place of the first latent frame, whose timestep is 0; "sections" gives every section
-            the images' latents as further frames, see `ModelSpec.section`.
+            the images' latents as further frames, see `ModelSpec.section`; "character" puts a latent frame before the
+            clip's, for an image of who the clip is of, and does not start the clip with it.
         vae: the encoder of the images' latents.
         required: whether the model makes no video without an image.
         last: whether a last image can be given. As a "keyframe" it is optional, also without a first one: the
@@ -287,7 +289,7 @@ class ImageInput:
             `None` for not at all.
     """
 
-    kind: Literal["channels", "first_frame", "sections"]
+    kind: Literal["channels", "first_frame", "sections", "character"]
     vae: VaeEncoderSpec
     required: bool
     last: Literal["none", "optional", "required", "keyframe"] = "none"
@@ -298,17 +300,30 @@ class ImageInput:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlInput:
-    """How a model is steered by a control video, a mask and reference images.
+    """How a model is steered by videos and images.
 
     Attributes:
         vae: the encoder of their latents, which every video needs.
-        blocks: how many blocks read them; each has a scale.
+        blocks: how many blocks read them; each has a scale. 0 without scales.
         channels: of what they read, which follow the channels of the latents, see `Denoiser`.
+        fields: the request's fields that it takes.
+        required: those without which it makes no video.
+        masked: the field of the video that a mask changes.
+        face_side: width and height in pixels of the frames of a face video; 0 without.
+        segment_frames: of a clip, which the model was trained with; longer ones are made in segments. `None` if all are
+            made whole.
+        overlap: frames that a segment shares with the one before.
     """
 
     vae: VaeEncoderSpec
     blocks: int
     channels: int
+    fields: tuple[str, ...] = ("control", "mask", "references", "control_scale", "preprocess")
+    required: tuple[str, ...] = ()
+    masked: str = "control"
+    face_side: int = 0
+    segment_frames: int | None = None
+    overlap: int = 1
 
     def scales(self, requested: tuple[float, ...]) -> tuple[float, ...]:
         """Return the scale of each block, of a scale for each or one for all."""
@@ -497,7 +512,8 @@ class ModelSpec:
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
         control_input: how it is steered by a control video; `None` if it cannot.
-        control, mask, references: what steers the video of one request, see `models.control.with_control`.
+        control, face, background, mask, references: what steers the video of one request, see
+            `models.control.with_control`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
         interpolator: the network that computes frames between those of one request, see `interpolates`.
         upscaler: what enlarges the frames of one request, see `models.requested.with_finishers`.
@@ -549,6 +565,8 @@ class ModelSpec:
     video: VideoUse | None = None
     control_input: ControlInput | None = None
     control: VideoUse | None = None
+    face: VideoUse | None = None
+    background: VideoUse | None = None
     mask: VideoUse | None = None
     references: tuple[ImageUse, ...] = ()
     extend: VideoUse | None = None
@@ -685,13 +703,14 @@ class ModelSpec:
     @property
     def inputs(self) -> tuple[InputFile, ...]:
         """The request's images and videos."""
-        videos = (use for use in (self.extend, self.video, self.control, self.mask) if use is not None)
-        return (*self.images, *videos, *self.references)
+        extended = () if self.extend is None else (self.extend,)
+        return (*self.images, *extended, *self.followed_videos, *self.references)
 
     @property
     def followed_videos(self) -> tuple[VideoUse, ...]:
         """The request's videos whose frames are those of the clip, each as it is read at the clip's rate."""
-        return tuple(use for use in (self.video, self.control, self.mask) if use is not None)
+        videos = (getattr(self, field) for field in ("video", *CONTROL_VIDEOS))
+        return tuple(use for use in videos if use is not None)
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:
@@ -702,6 +721,17 @@ class ModelSpec:
             return self.video_input
         assert self.image_input is not None, "only models that start from images or videos have these components"
         return self.image_input.vae
+
+    @property
+    def leading_latents(self) -> int:
+        """The latent frames before those of the clip: of reference images, or of a character."""
+        character = self.image_input is not None and self.image_input.kind == "character"
+        return len(self.references) + character
+
+    @property
+    def starts_from_images(self) -> bool:
+        """Whether it makes a video whose first frame is an image."""
+        return self.image_input is not None and self.image_input.kind != "character"
 
     @property
     def context_tokens(self) -> int:
@@ -781,8 +811,21 @@ class ModelSpec:
         return 1 if self.section is None else self.frame_stride + 1
 
     def sections(self, frames: int) -> int:
-        """Return how many sections a clip is made in; 1 if it is made whole."""
+        """Return how many sections, or segments, a clip is made in; 1 if it is made whole."""
+        if self.segment_frames is not None:
+            return self.segments_of(frames).count
         return 1 if self.section is None else (frames - 1) // self.frame_stride
+
+    @property
+    def segment_frames(self) -> int | None:
+        """The most frames of a clip that is not made in segments; `None` if all are made whole, or in sections."""
+        return None if self.control_input is None else self.control_input.segment_frames
+
+    def segments_of(self, frames: int) -> Segments:
+        """Return the segments of a clip of a model that makes long ones so."""
+        assert self.control_input is not None
+        assert self.control_input.segment_frames is not None
+        return Segments(frames, self.control_input.segment_frames, self.control_input.overlap)
 
     def sections_of(self, frames: int) -> Sections:
         """Return the sections of a clip of a model that makes videos in sections."""
@@ -798,9 +841,10 @@ class ModelSpec:
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
         """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
 
-        It is the clip after a latent frame for each reference image, or a section, however many there are.
+        It is the clip or a segment of it, after its `leading_latents`, or a section, however many there are.
         """
-        whole = (frames - 1) // self.vae.scale_factor_temporal + 1 + len(self.references)
+        frames = min(frames, self.segment_frames or frames)
+        whole = (frames - 1) // self.vae.scale_factor_temporal + 1 + self.leading_latents
         return (
             1,
             self.vae.z_dim,

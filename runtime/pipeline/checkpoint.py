@@ -31,7 +31,7 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, OVERLAP
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
@@ -123,11 +123,17 @@ class Checkpoint:
     section: SectionProgress | None = None
 
     @property
+    def parts(self) -> int:
+        """Sections, segments or stages done."""
+        if self.section is not None:
+            return self.section.sections
+        return 0 if self.sampling is None else self.sampling.stage
+
+    @property
     def state(self) -> tuple[int, int, ExecutionPlan]:
         """What differs if the job's state does: steps, and sections or stages done, and the plan."""
         # A fallback changes the following steps even if no step was done since.
-        parts = 0 if self.sampling is None else self.sampling.stage
-        return self.step, parts if self.section is None else self.section.sections, self.plan
+        return self.step, self.parts, self.plan
 
     @property
     def step(self) -> int:
@@ -313,6 +319,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= set() if plan.video or plan.control or plan.images else _IMAGE_FIELDS
     unused |= {"control_scale"} if plan.control_scale == CONTROL_SCALE else set()
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
+    unused |= {"overlap"} if plan.request.overlap == OVERLAP or plan.sections == 1 else set()
     excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}

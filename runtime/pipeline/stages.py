@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import BadResultError, InvalidRequestError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import VideoUse
+from runtime.core.images import CROP, MIDDLE, VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
@@ -34,6 +34,7 @@ from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.images import open_image
+from runtime.models.sections import Segment
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
 from runtime.models.videos import open_video
@@ -155,16 +156,22 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     plan, spec = context.plan, context.spec
     context.current = ("load", VAE_ENCODER)
     images = [images_of(part, context.cancel.check) for part in plan.by_stage]
-    if IMAGE_ENCODER in plan.components:
-        with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
-            context.begin_stage("encode", IMAGE_ENCODER)
-            conditioning = conditioning.with_tokens(encoder.encode(images[-1]))
+    conditioning = _with_embeddings(context, conditioning, images[-1])
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         latents = [image_latents(vae, spec, *of_stage) for of_stage in zip(plan.by_stage, images, strict=True)]
     device = context.plan.components["transformer"].device
     *half, given = (GivenFrames.of(spec, encoded.to(device), plan.images) for encoded in latents)
     return replace(conditioning, given=given, given_half=half[0] if half else None)
+
+
+def _with_embeddings(context: RunContext, conditioning: Conditioning, images: Sequence[Image]) -> Conditioning:
+    """Return the conditioning with the embeddings of images, if the model attends to them."""
+    if IMAGE_ENCODER not in context.plan.components:
+        return conditioning
+    with context.residency.image_encoder(context.spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
+        context.begin_stage("encode", IMAGE_ENCODER)
+        return conditioning.with_tokens(encoder.encode(images))
 
 
 def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Image]:
@@ -209,25 +216,70 @@ def encode_control(context: RunContext, conditioning: Conditioning) -> Condition
     """Return the conditioning with the latents of what steers the plan's video."""
     spec = context.spec
     context.current = ("load", VAE_ENCODER)
-    clip = control_clip(context.plan, context.cancel.check, context.warn)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, 0))
+    conditioning = _with_embeddings(context, conditioning, clip.references)
+    context.current = ("load", VAE_ENCODER)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        strategy, components = context.plan.strategy, components_of(spec)
-        latents = components.control_latents(
-            vae, spec, clip, strategy.decode_tile, context.cancel.check, strategy.decode_chunk
-        )
+        return _with_control(context, conditioning, vae, clip)
+
+
+def _with_control(
+    context: RunContext, conditioning: Conditioning, encoder: VideoEncoder, clip: ControlClip
+) -> Conditioning:
+    strategy, components = context.plan.strategy, components_of(context.spec)
+    latents = components.control_latents(
+        encoder, context.spec, clip, strategy.decode_tile, context.cancel.check, strategy.decode_chunk
+    )
     device = context.plan.components["transformer"].device
     return replace(conditioning, given=GivenFrames("channels", latents.to(device)))
 
 
+def encode_segment(context: RunContext, conditioning: Conditioning, number: int, before: torch.Tensor) -> Conditioning:
+    """Return the conditioning with the latents of what steers another segment of the plan's video.
+
+    Args:
+        before: the frames that it starts with, see `ControlClip`.
+    """
+    context.cancel.check_pause()
+    context.current = ("load", VAE_ENCODER)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, number), before)
+    with context.residency.video_encoder(context.spec, context) as vae, context.metrics.stage("encode"):
+        context.begin_stage("encode", VAE_ENCODER)
+        return _with_control(context, conditioning, vae, clip)
+
+
+def begin_segment(context: RunContext, conditioning: Conditioning, number: int) -> None:
+    """Begin another segment, from its noise, once the one before is on disk; see `RunContext.record_segment`."""
+    assert context.sampling is not None
+    scheduler, steps = context.schedule(number)
+    latents = _latents_before(context, number, scheduler, steps[0])
+    guidance = Guidance.of(context.plan, context.sampling.guidance.left_out)
+    context.record_segment(conditioning, latents, scheduler, guidance, number)
+
+
+def _segment_of(context: RunContext, number: int) -> Segment | None:
+    """Return a segment of the plan's video; `None` for models that make all videos whole, or in sections."""
+    spec = context.spec
+    return None if spec.segment_frames is None else spec.segments_of(context.plan.frames)[number]
+
+
 def control_clip(
-    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+    plan: ExecutionPlan,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+    segment: Segment | None = None,
+    before: torch.Tensor | None = None,
 ) -> ControlClip:
-    """Read what steers a plan's video; see `video_frames`."""
+    """Read what steers a plan's video, or a segment of it; see `video_frames` and `ControlClip`."""
+    numbers = range(plan.frames) if segment is None else segment.sources
     references = [open_image(use, "references", check) for use in plan.references]
-    video = None if plan.control is None else video_frames(plan, "control", check, warn)
-    mask = None if plan.mask is None else video_frames(plan, "mask", check, warn)
-    clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
+    references += [open_image(use, field, check) for field, use in plan.images.items()]
+    video, mask, background = (
+        None if getattr(plan, field) is None else video_frames(plan, field, check, warn, numbers=numbers)
+        for field in ("control", "mask", "background")
+    )
+    clip = ControlClip(len(numbers), plan.height, plan.width, video, mask, references, background, before)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
     return clip
@@ -245,15 +297,21 @@ def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None
 
 def video_frames(
     plan: ExecutionPlan,
-    field: Literal["video", "control", "mask"] = "video",
+    field: str = "video",
     check: Callable[[], None] = never,
     warn: Callable[[Fact], None] | None = None,
+    *,
+    side: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Read one of a plan's videos; return its first frames at the plan's rate, of its size.
 
     Args:
         check: see `models.videos.with_video`.
+        field: of the request: "video" or one of `CONTROL_VIDEOS`.
         warn: called if a part of the file is damaged.
+        side: width and height of the frames, which show the middle of the video's; `None` for the plan's size.
+        numbers: of the frames to return, from 0; `None` for all.
 
     Returns:
         (frames, height, width, 3), uint8; the brightness of a mask, (frames, height, width).
@@ -266,8 +324,15 @@ def video_frames(
     assert use is not None
     info = open_video(use, check, field)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
-    video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check)
+    width, height = (plan.width, plan.height) if side is None else (side, side)
+    fit, position = (plan.image_fit, plan.image_position) if side is None else (CROP, MIDDLE)
+    numbers = range(plan.frames) if numbers is None else numbers
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number, []).append(place)
+    video = torch.empty((len(numbers), height, width, *colors), dtype=torch.uint8)
+    most = max(numbers) + 1
+    reading = read_video(info, 1, rate=Fraction(plan.fps), most=most, field=field, check=check)
     count = 0
     while True:
         try:
@@ -275,10 +340,11 @@ def video_frames(
         except StopIteration as end:
             damage = end.value
             break
-        image = fitted(fromarray(frame), plan.width, plan.height, plan.image_fit, plan.image_position)
-        video[count] = torch.from_numpy(np.array(image.convert(mode)))
+        if count in places:
+            image = fitted(fromarray(frame), width, height, fit, position)
+            video[places[count]] = torch.from_numpy(np.array(image.convert(mode)))
         count += 1
-    if count < plan.frames:
+    if count < most:
         raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=plan.frames)
     if damage and warn is not None:
         warn(Fact("source.damaged", {"file": use.name, "line": damage}))
@@ -294,11 +360,11 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
     """Run the remaining steps, and save a checkpoint whenever one is due, and after each stage."""
     first = 0 if context.sampling is None else context.sampling.stage
     for stage in range(first, len(context.plan.by_stage)):
-        _denoise_stage(context, previews, stage)
+        denoise_stage(context, previews, stage)
 
 
-def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
-    """Run the remaining steps of a stage: of the only one, or of one of two."""
+def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
+    """Run the remaining steps of a stage: of the only one, of one of two, or of a segment."""
     context.cancel.check_pause()
     context.current = ("denoise", "transformer")
     assert context.conditioning is not None
@@ -312,7 +378,7 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
         sampling = context.record_step(before, latents, scheduler, guidance, stage)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
-    plan, spec = context.plan.by_stage[stage], context.spec.of_stage(stage)
+    plan, spec = context.plan_of(stage), context.spec.of_stage(stage)
     streams = StreamSampling.of(plan, spec)
 
     @contextmanager
@@ -325,8 +391,7 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             loaded_parts = {
                 part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
-            if spec.control_input is not None:
-                cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale))
+            steer(context, denoiser, stage)
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
             with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
@@ -351,23 +416,37 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             number, resumable = before + done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
                 context.record_step(number, done.latents, scheduler, done.guidance, stage)
-            preview = previews.of_latents(_clip_of(plan, done.estimate))
+            preview = previews.of_latents(clip_latents(plan, done.estimate))
             part, total = done.step.expert, context.plan.total_steps
             context.emit(StepDone(step=number, of=total, seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
 
 
-def _clip_of(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
-    """Return the latents of the clip's frames: without those of sound, and of the reference images before them."""
-    return video_of(latents, Streams.of(plan))[:, :, len(plan.references) :]
+def steer(context: RunContext, denoiser: Denoiser, stage: int = 0) -> None:
+    """Tell a transformer that is steered how much, and show it the face of a character; others stay as they are."""
+    control, plan = context.spec.control_input, context.plan
+    if control is None:
+        return
+    face, segment = None, _segment_of(context, stage)
+    if plan.face is not None and segment is not None:
+        face = video_frames(plan, "face", context.cancel.check, side=control.face_side, numbers=segment.sources)
+    cast("ControlDenoiser", denoiser).steer(control.scales(plan.control_scale), face)
+
+
+def clip_latents(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
+    """Return the latents of the clip's frames: without those of sound, and of the images before them."""
+    return video_of(latents, Streams.of(plan))[:, :, plan.leading_latents :]
 
 
 def _latents_before(context: RunContext, stage: int, scheduler: Any, first: Step) -> torch.Tensor:
     """Return the latents before the first step of a stage."""
     plan, spec = context.plan, context.spec
-    if stage == 0:
+    if stage == 0 or plan.refinement is None:
         assert context.conditioning is not None
-        return first_latents(get_noise(plan.by_stage[0]), context.conditioning.video, scheduler, first)
+        generator = torch.Generator("cpu").manual_seed(plan.seed)
+        # Each segment has noise of its own.
+        *_, noise = (get_noise(context.plan_of(number), generator) for number in range(stage + 1))
+        return first_latents(noise, context.conditioning.video, scheduler, first)
     streams = Streams.of(plan.by_stage[stage - 1])
     assert context.sampling is not None
     assert streams is not None
@@ -398,7 +477,7 @@ def decode_and_save(
     assert context.sampling is not None
     plan = context.plan
     previews.forget_frames()
-    latents = _clip_of(plan, context.sampling.latents)
+    latents = clip_latents(plan, context.sampling.latents)
     decoded = DecodedColors(latents, context.spec.vae.scale_factor_temporal)
     with VideoOutput(context, job_id, on_frames) as output, GrowingClip(context.folder, plan) as clip:
         context.current = ("load", "vae")

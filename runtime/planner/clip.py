@@ -244,8 +244,8 @@ def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
     scale = spec.vae.scale_factor_spatial
     frames = (positions[0] - 1) * spec.vae.scale_factor_temporal + 1
     return {
-        # The positions of a section do not depend on how many there are.
-        "frames": frames if spec.section is None else MAX_FRAMES,
+        # The positions of a section, or a segment, do not depend on how many there are.
+        "frames": frames if spec.section is None and spec.segment_frames is None else MAX_FRAMES,
         "height": positions[1] * scale,
         "width": positions[2] * scale,
     }
@@ -258,7 +258,7 @@ def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heigh
     if (width, height) not in spec.sizes and not of_input:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
         facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
-    if frames > max(spec.frame_counts):
+    if frames > max(spec.frame_counts) and spec.segment_frames is None:
         data = {"model": spec.title, "most": max(spec.frame_counts), "frames": frames}
         facts.append(Fact("planner.unusual_length", data))
     return facts
@@ -268,7 +268,8 @@ def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heig
     """Return the warnings about images and videos of which cropping cuts a visible part."""
     images: dict[str, InputFile | None] = {"planner.last_image_cut": spec.last_image}
     if AUTO not in {request.width, request.height}:
-        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video or spec.control, **images}
+        first = spec.image if spec.starts_from_images else None
+        images = {"planner.image_cut": first, "planner.video_cut": spec.video or spec.control, **images}
     facts = []
     for code, image in images.items():
         if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:

@@ -152,7 +152,7 @@ class Workload:
     def decoded(self) -> int:
         """The latent frames that are decoded one after the other: those of the clip, or of a section's window."""
         section = self.spec.section
-        whole = self.latent_shape[2] - len(self.spec.references)
+        whole = self.latent_shape[2] - self.spec.leading_latents
         return whole if section is None else section.decoded(self.sections)
 
     def in_blocks(self, component: str) -> bool:
@@ -222,11 +222,14 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
 
 
 def _control_flops(spec: ModelSpec, latent: LatentSize) -> float:
-    """Return the operations of encoding what steers a clip; see `families.wan.vace.control_latents`."""
+    """Return the operations of encoding what steers a clip; see `control_latents` of the family.
+
+    Of two parts, those that no video shows are gray. Images before the clip are encoded one by one.
+    """
     clip = _encoded_clip(spec, latent)
     video, gray = (spec.input_encoder.encode_flops(*clip, video=video) for video in (True, False))
-    parts = (gray, gray + video, 2 * video)[0 if spec.control is None else 1 if spec.mask is None else 2]
-    return parts + len(spec.references) * spec.input_encoder.encode_flops(1, *clip[1:])
+    videos = (spec.control is not None) + (spec.mask is not None)
+    return videos * video + (2 - videos) * gray + spec.leading_latents * spec.input_encoder.encode_flops(1, *clip[1:])
 
 
 def _image_input(spec: ModelSpec) -> ImageInput:
@@ -244,7 +247,7 @@ def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
     frames, height, width = latent
     vae = spec.vae
     every = bool(spec.followed_videos) or spec.control_input is not None or _image_input(spec).kind == "channels"
-    count = (frames - len(spec.references) - 1) * vae.scale_factor_temporal + 1 if every else 1
+    count = (frames - spec.leading_latents - 1) * vae.scale_factor_temporal + 1 if every else 1
     return count, height * vae.scale_factor_spatial, width * vae.scale_factor_spatial
 
 
@@ -372,7 +375,7 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     """Return the working set of the VAE's encoder.
 
     A video is encoded in calls of as many latent frames as are decoded at once, and waits in system memory, 8 bits of
-    RGB; so does a mask, 8 bits.
+    RGB; so does a background, and a mask in 8 bits.
     """
     if VAE_ENCODER in workload.engine_bytes:
         return _engine_encode_bytes(workload)
@@ -385,7 +388,7 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     frames_of_call = strategy.decode_chunk * spec.vae.scale_factor_temporal
     call = spec.input_encoder.encode_bytes(min(count, frames_of_call), height, width, element)
     caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
-    channels = _COLORS + (spec.mask is not None)
+    channels = _COLORS * (1 + (spec.background is not None)) + (spec.mask is not None)
     return call + caches + (0 if workload.cuda else channels * count * workload.height * workload.width)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import AUTO, CONTROL_FIELDS, GenerationRequest
+from runtime.core.request import AUTO, CONTROL_FIELDS, CONTROL_VIDEOS, GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -40,6 +40,7 @@ _OF_FIRST_PART = (
     *CONTROL_FIELDS,
     "control_scale",
     "preprocess",
+    "overlap",
 )
 
 
@@ -89,8 +90,7 @@ class JobReplanner:
                 last_image=spec.last_image,
                 extend=spec.extend,
                 video=spec.video,
-                control=spec.control,
-                mask=spec.mask,
+                **{field: getattr(spec, field) for field in CONTROL_VIDEOS},
                 references=spec.references,
                 loras=spec.loras,
             )
@@ -156,7 +156,8 @@ def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
         [
             None if use is None else use.digest
             for use in (
-                *(source.image, source.last_image, source.extend, source.video, source.control, source.mask),
+                *(source.image, source.last_image, source.extend, source.video),
+                *(getattr(source, field) for field in CONTROL_VIDEOS),
                 *source.references,
             )
         ]

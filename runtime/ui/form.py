@@ -13,7 +13,15 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, CONTROL_FIELDS, FIELDS, FINISHERS, OFF, GenerationRequest
+from runtime.core.request import (
+    COMPONENTS,
+    CONTROL_FIELDS,
+    FIELDS,
+    FINISHERS,
+    OFF,
+    STEERING_OPTIONS,
+    GenerationRequest,
+)
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -277,6 +285,7 @@ def model_values(
 
 def lacks(spec: ModelSpec) -> frozenset[str]:
     """Return the request fields that a model does not have; the form does not show them."""
+    steering = () if spec.control_input is None else spec.control_input.fields
     return spec.unsupported | {
         name
         for name, there in (
@@ -287,7 +296,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
+            *((name, name in steering) for name in (*CONTROL_FIELDS, *STEERING_OPTIONS)),
         )
         if not there
     }
@@ -462,7 +471,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["last_image"] = None
     if spec.video_input is None:
         request["video"] = None
-    if spec.image_input is None:
+    if not spec.starts_from_images:
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
         request["preprocess"] = OFF

@@ -12,7 +12,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.messages.components import TITLES
-from runtime.core.request import BACKENDS, CONTROL_SCALE, FIELDS, OFF, STRENGTH
+from runtime.core.request import BACKENDS, CONTROL_SCALE, FIELDS, OFF, OVERLAP, STRENGTH
 from runtime.core.request_fields import AUTO, Choice, ImageFiles, Loras, Scales, StepCache
 from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
@@ -38,7 +38,7 @@ AGES = (7, 30, 90, 365)
 # Videos of earlier versions have no value for these fields.
 _DEFAULTS_OF_NEWER: Mapping[str, Any] = {
     "upscaler": AUTO, "strength": STRENGTH, "stages": "1", "references": (), "control_scale": CONTROL_SCALE,
-    "preprocess": OFF,
+    "preprocess": OFF, "overlap": OVERLAP,
 }  # fmt: skip
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48

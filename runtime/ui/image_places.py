@@ -17,7 +17,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse, InputFile, field_of
-from runtime.core.request import CONTROL_FIELDS, FIELDS
+from runtime.core.request import CONTROL_FIELDS, FIELDS, STEERING_OPTIONS
 from runtime.core.request_fields import VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
@@ -51,27 +51,33 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
     inputs = spec.image_input
     places = []
     if inputs is not None:
-        places.append(("image", "First image" if inputs.last != "none" else FIELDS["image"].label, inputs.required))
+        title = "First image" if inputs.last != "none" else FIELDS["image"].label
+        places.append(("image", title if spec.starts_from_images else "Character", inputs.required))
         if inputs.last != "none":
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
-        if videos:
+        if videos and spec.starts_from_images:
             places.append((extended.FIELD, FIELDS[extended.FIELD].label, False))
     takes_video = videos and spec.video_input is not None
     if takes_video:
         places.append((FIELD, FIELDS[FIELD].label, False))
     if spec.control_input is not None:
-        steering = [name for name in CONTROL_FIELDS if videos or not isinstance(FIELDS[name], VideoFile)]
-        places += [(name, FIELDS[name].label, False) for name in steering]
+        steering = [name for name in CONTROL_FIELDS if name in spec.control_input.fields]
+        steering = [name for name in steering if videos or not isinstance(FIELDS[name], VideoFile)]
+        places += [(name, FIELDS[name].label, name in spec.control_input.required) for name in steering]
     return render(
         "images.html",
         model=spec.name,
         places=places,
-        able=[[model.name, model.title] for model in models.values() if model.image_input is not None],
+        able=[[model.name, model.title] for model in models.values() if model.starts_from_images],
         most=MAX_FILE_BYTES,
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
-        steering={name: FIELDS[name] for name in ("control_scale", "preprocess") if spec.control_input is not None},
+        steering={
+            name: FIELDS[name]
+            for name in STEERING_OPTIONS
+            if spec.control_input is not None and name in spec.control_input.fields
+        },
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )

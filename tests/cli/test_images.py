@@ -20,6 +20,7 @@ from tests.cli.refusals import check_refusals, refused
 from tests.facts import fact
 from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, encoded, picture, saved
+from tests.tiny_models import ANIMATE
 from tests.video.test_reader import H264, make
 
 Tiny = Callable[[str], ModelSpec]
@@ -181,6 +182,24 @@ def test_control_videos_are_refused_planned_and_followed(
     check_refusals([(["--control", "none.mp4"], "control.model_without", other)], capsys, subtests, ["plan", "a boat"])
     made = tiny("wan2.1-vace")
     made = replace(made, defaults=replace(made.defaults, width=64, height=32))
+    for name in ("find", "look_up"):
+        monkeypatch.setattr(requested, name, lambda *_: tiny(ANIMATE))
+    check_refusals(
+        [
+            (["--image", image, *control], "control.required", {"field": "face"}),
+            ([*control, "--face", str(clip)], "image.required", {"field": "image"}),
+            ([*control, "--reference", image], "control.other_model", {"field": "references"}),
+            (
+                [*control, "--face", str(clip), "--mask", str(clip)],
+                "control.mask_without_background",
+                {"field": "mask"},
+            ),
+            ([*control, "--face", str(clip), "--background", str(clip)], "control.background_alone", {"field": "mask"}),
+        ],
+        capsys,
+        subtests,
+        ["plan", "a boat"],
+    )
     for name in ("find", "look_up"):
         monkeypatch.setattr(requested, name, lambda *_: made)
     check_refusals(

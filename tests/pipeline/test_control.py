@@ -19,7 +19,7 @@ from runtime.pipeline.stages import control_clip
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.killing import killed
-from tests.pipeline.test_from_video import Clip, final_latents, starve_first_encoding
+from tests.pipeline.test_from_video import Clip, final_latents, starve_encoding
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
@@ -178,7 +178,7 @@ def test_memory_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch:
     clip = planned(tiny("wan2.1-vace"), tmp_path, "control", "mask")
     assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
     wanted = frames_of(clip.plan.output)
-    starve_first_encoding(monkeypatch)
+    starve_encoding(monkeypatch)
     events = run(clip.plan, clip.spec, None)
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted

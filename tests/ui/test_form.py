@@ -16,6 +16,7 @@ from runtime.models.catalogue import find, known_as, look_up
 from runtime.models.spec import ControlInput, ModelSpec
 from runtime.ui import fields, form, make_tab, theme
 from tests.image_files import taking_images
+from tests.tiny_models import ANIMATE
 
 GOOD: dict[str, Any] = {
     "prompt": "a red boat",
@@ -69,10 +70,13 @@ GOOD: dict[str, Any] = {
     "video": "",
     "strength": 0.6,
     "control": "",
+    "face": "",
+    "background": "",
     "mask": "",
     "references": "",
     "control_scale": "1",
     "preprocess": "off",
+    "overlap": "1",
     "sound": "on",
     "size_from": "",
 }
@@ -103,7 +107,8 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
-    read_values |= {"control": None, "mask": None, "references": (), "control_scale": (1.0,)}
+    read_values |= dict.fromkeys(("control", "face", "background", "mask"))
+    read_values |= {"references": (), "control_scale": (1.0,)}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
@@ -397,6 +402,24 @@ def test_control_videos_are_read_for_models_that_they_steer(
         read(steered, model="wan2.1-vace", control_scale="much")
     assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_numbers")
     assert form.filled(GOOD | {"control_scale": "much"}, steered)["control_scale"]["value"] == "1"
+
+
+def test_videos_of_a_character_are_read_for_models_that_take_them(
+    models: dict[str, ModelSpec], tiny: Callable[[str], ModelSpec]
+) -> None:
+    offered = {"animate": tiny(ANIMATE), "wan2.1-vace": tiny("wan2.1-vace"), **models}
+    given = dict.fromkeys(("image", "control", "face", "background", "mask"), IMAGE)
+    others = {"references": IMAGE, "control_scale": "0.5", "preprocess": "edges", "extend": IMAGE, "video": IMAGE}
+    request = read(offered, model="animate", size_from="image", width=None, **given, **others)
+    assert read(offered, model="animate", **given, overlap="5").overlap == "5"
+    assert read(offered, model="wan2.1-vace", **given, overlap="5").overlap == "1"
+    assert [getattr(request, name) for name in given] == [IMAGE] * 5 and request.width == AUTO
+    assert (request.references, request.control_scale, request.preprocess) == ((), (1.0,), "off")
+    assert (request.extend, request.video) == (None, None)
+    restored = form.filled(request.to_json(), offered)
+    assert {name: restored[name]["value"] for name in given} == given
+    steered = read(offered, model="wan2.1-vace", **given)
+    assert (steered.image, steered.face, steered.background, steered.mask) == (None, None, None, IMAGE)
 
 
 def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSpec]) -> None:

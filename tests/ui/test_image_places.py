@@ -16,7 +16,7 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
-from runtime.core.request import PREPROCESSING
+from runtime.core.request import OVERLAPS, PREPROCESSING
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
 from runtime.models.images import find_image, image_models, keep_image
@@ -28,6 +28,7 @@ from runtime.video.image_decoder import FORMATS
 from runtime.video.mp4 import VideoWriter, read_frame
 from tests.image_files import encoded, picture, saved, taking_images
 from tests.plans import machine, tiny_plan
+from tests.tiny_models import ANIMATE
 
 
 @pytest.fixture
@@ -65,6 +66,11 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     assert re.findall('option value="([a-z]+)"', everything) == [*PREPROCESSING]
     assert re.findall('data-place="([a-z]+)"', visitors) == ["references"]
     assert 'id="control-scale"' not in places_html(tiny("wan2.1"), {})
+    animated = places_html(tiny(ANIMATE), {"a": tiny(ANIMATE)})
+    assert re.findall('data-place="([a-z]+)"', animated) == ["image", "control", "face", "background", "mask"]
+    assert animated.count('aria-required="true"') == 3 and 'id="preprocess"' not in animated
+    assert re.findall('option value="([0-9]+)"', animated) == [*OVERLAPS]
+    assert 'data-able="[]"' in animated and 'id="control-scale"' not in animated
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
 
 

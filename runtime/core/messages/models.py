@@ -336,6 +336,19 @@ _VIDEOS: Mapping[str, Message] = {
         "{field:setting} is given; {model} is not steered by control videos, masks or reference images.",
         "Leave {field:setting} out, or install a model with a control branch, such as Wan2.1 VACE.",
     ),
+    "control.other_model": Message(
+        "{field:setting} is given; {model} does not take it.", "Select one of {models:list}."
+    ),
+    "control.not_taken": Message("{field:setting} is given; {model} does not take it.", "Leave {field:setting} out."),
+    "control.required": Message("{model} needs {field:setting}.", "Give a video with {field:setting}."),
+    "control.mask_without_background": Message(
+        "A mask shows where the character is put into a background video, and there is none.",
+        "Give one with {set[background]}.",
+    ),
+    "control.background_alone": Message(
+        "A background video is given, and no mask that is white where the character is put into it.",
+        "Give one with {set[mask]}.",
+    ),
     "control.mask_alone": Message(
         "A mask shows where a control video changes, and there is none.", "Give one with {set[control]}."
     ),

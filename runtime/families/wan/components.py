@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan_animate import WanAnimateTransformer3DModel
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 from PIL.Image import Image
 
@@ -14,7 +15,7 @@ from runtime.execution.components import ControlClip, VideoEncoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.text_encoder import TextEncoder, TextModel
-from runtime.families.wan import transformer, vace
+from runtime.families.wan import animate, transformer, vace
 from runtime.families.wan.block_programs import BLOCK_PARTS
 from runtime.families.wan.conditioning import clean_prompt
 from runtime.families.wan.programs import ImageEncoderForm, TextEncoderForm, TransformerForm
@@ -23,7 +24,7 @@ from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.families.wan.vae_programs import VaeClipForm, VaeEncoderForm, VaeForm
 from runtime.models.spec import ModelSpec
 
-_TRANSFORMERS = (WanTransformer3DModel, WanVACETransformer3DModel)
+_TRANSFORMERS = (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
 MODULES: Mapping[str, Any] = {
     "text_encoder": "UMT5EncoderModel",
     "image_encoder": "CLIPVisionModel",
@@ -73,7 +74,8 @@ def control_latents(
     chunk: int = 1,
 ) -> torch.Tensor:
     """See `execution.components.Components`."""
-    return vace.control_latents(encoder, spec, clip, tile, check, chunk)
+    of_kind = animate if spec.image_input is not None else vace
+    return of_kind.control_latents(encoder, spec, clip, tile, check, chunk)
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:

@@ -19,7 +19,12 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
 from runtime.families.wan.part_files import weights
-from runtime.families.wan.transformer_spec import TransformerSpec, VaceTransformerSpec, transformer_spec
+from runtime.families.wan.transformer_spec import (
+    AnimateTransformerSpec,
+    TransformerSpec,
+    VaceTransformerSpec,
+    transformer_spec,
+)
 from runtime.models.folder import (
     count_parameters,
     has_component,
@@ -46,6 +51,8 @@ from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # WanPipeline.__call__'s default; Wan was trained with it.
 MAX_SEQUENCE_LENGTH = 512
+# Those of one segment of Wan-Animate, by which it was trained.
+ANIMATED_FRAMES = 77
 _FLOAT32 = 4
 _RGB = 3
 # Values of a 3×3×3 kernel.
@@ -395,6 +402,7 @@ class WanFamily(Family):
             programs=_programs(model.experts, image_input, control_input),
             image_input=image_input,
             control_input=control_input,
+            unsupported=_unsupported(transformer),
             video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
@@ -445,6 +453,7 @@ def _spec(
         programs=programs,
         image_input=configs.image_input,
         control_input=control_input,
+        unsupported=_unsupported(configs.transformer),
         video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
         flow_shift=configs.flow_shift,
@@ -552,6 +561,8 @@ def _image_input(
 ) -> ImageInput | None:
     """Return how a model starts from images, as `WanImageToVideoPipeline` does; `None` if it cannot.
 
+    Of Wan-Animate, it is the image of the character.
+
     Args:
         encoder: `config.json` of CLIP, if the transformer attends to its embeddings.
         expand_timesteps: whether the first frame can have its own timestep.
@@ -559,6 +570,14 @@ def _image_input(
     Raises:
         ValueError: if the sizes of the encoder and the transformer differ.
     """
+    if isinstance(transformer, AnimateTransformerSpec):
+        channels = 2 * vae.z_dim + vae.scale_factor_temporal
+        if transformer.in_channels != channels or transformer.latent_channels != vae.z_dim:
+            raise ValueError("in_channels")
+        sizes = _IMAGE_ENCODER.validate_python(dict(encoder or {}))
+        if sizes.hidden_size != transformer.image_dim:
+            raise ValueError("image_dim")
+        return ImageInput(kind="character", vae=vae, required=True, tokens=sizes.tokens, width=sizes.hidden_size)
     if transformer.in_channels == 2 * vae.z_dim + vae.scale_factor_temporal:
         if encoder is None:
             return ImageInput(kind="channels", vae=vae, required=True, last="optional")
@@ -589,11 +608,22 @@ def _video_input(transformer: TransformerSpec, vae: VaeSpec, parameters: Mapping
 
 
 def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput | None:
-    """Return how a model is steered by a control video, as `WanVACEPipeline` does; `None` if it cannot.
+    """Return how a model is steered, as `WanVACEPipeline` or `WanAnimatePipeline` does; `None` if it cannot.
 
     Raises:
         ValueError: if it reads other channels than latents of two videos and a mask of every pixel.
     """
+    if isinstance(transformer, AnimateTransformerSpec):
+        return ControlInput(
+            vae=vae,
+            blocks=0,
+            channels=vae.z_dim,
+            fields=("control", "face", "background", "mask", "overlap"),
+            required=("control", "face"),
+            masked="background",
+            face_side=transformer.motion_encoder_size,
+            segment_frames=ANIMATED_FRAMES,
+        )
     if not isinstance(transformer, VaceTransformerSpec):
         return None
     if transformer.vace_in_channels != 2 * vae.z_dim + vae.scale_factor_spatial**2:
@@ -606,11 +636,14 @@ def _programs(
 ) -> dict[str, tuple[str, ...]]:
     """Return the programs by component; both experts have one architecture, so one program serves them.
 
-    There are none for a transformer with a control branch, and for the encoder of a control video.
+    There are none for a transformer that is steered, and for the encoder of what steers it.
     """
     names = ("transformer", "transformer_2")[:experts]
     if control_input is not None:
-        encoders: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder",), VAE_ENCODER: ()}
+        encoders: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder",)}
+        if image_input is not None:
+            encoders[IMAGE_ENCODER] = (IMAGE_ENCODER,)
+        encoders[VAE_ENCODER] = ()
         return {**encoders, **dict.fromkeys(names, ()), "vae": ("vae_first", "vae_next")}
     of_images: dict[str, tuple[str, ...]] = {}
     if image_input is not None:
@@ -627,11 +660,27 @@ def _programs(
     }
 
 
+def _unsupported(transformer: TransformerSpec) -> frozenset[str]:
+    """Return the request fields that are not supported: several GPUs for a character."""
+    return frozenset({"gpus"}) if isinstance(transformer, AnimateTransformerSpec) else frozenset()
+
+
 def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the programs of `block_programs`, if the blocks have the norms of the published models."""
+    """Return the programs of `block_programs`, if the blocks have the norms of the published models.
+
+    There are none for a transformer with blocks for a face.
+    """
+    if any(isinstance(transformer_spec(config), AnimateTransformerSpec) for config in configs):
+        return ()
     norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
+
+
+def _unquantized(transformer: TransformerSpec) -> tuple[str, ...]:
+    """Return `ModelSpec.unquantized`: the encoders of a face keep their precision too."""
+    names = ("patch_embedding", "condition_embedder", "proj_out")
+    return (*names, "motion_encoder", "face_encoder") if isinstance(transformer, AnimateTransformerSpec) else names
 
 
 def vae_spec(config: Mapping[str, Any]) -> VaeSpec:
@@ -657,11 +706,17 @@ def _with_sizes(card: dict[str, Any], sizes: tuple[tuple[int, int], ...]) -> dic
 
 
 def card_defaults(vae: VaeSpec, experts: int, image_input: ImageInput | None = None) -> dict[str, Any]:
-    """Return the model cards' settings for TI2V-5B, Wan2.2-A14B or Wan2.1, by VAE, number of experts and images."""
+    """Return the model cards' settings, by VAE, number of experts and images.
+
+    They are for TI2V-5B, Wan2.2-A14B, Wan2.1 and Wan2.2-Animate.
+    """
     from_image = image_input is not None and image_input.required
-    if vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
+    if image_input is not None and image_input.kind == "character":
+        width, height, frames, fps, steps, guidance, guidance_2 = 1280, 720, ANIMATED_FRAMES, 30, 20, 1.0, None
+        sizes: tuple[tuple[int, int], ...] = ((1280, 720), (720, 1280), (832, 480), (480, 832))
+    elif vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
         width, height, frames, fps, steps, guidance, guidance_2 = 1280, 704, 121, 24, 50, 5.0, None
-        sizes: tuple[tuple[int, int], ...] = ((1280, 704), (704, 1280))
+        sizes = ((1280, 704), (704, 1280))
     elif experts > 1:
         width, height, frames, fps, steps = 832, 480, 81, 16, 40
         guidance, guidance_2 = (3.5, 3.5) if from_image else (4.0, 3.0)

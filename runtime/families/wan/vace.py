@@ -59,8 +59,8 @@ def in_order(module: Any) -> list[Any]:
 
 
 def latent_channels(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the latents among what a `Denoiser` takes, without the channels of the control branch."""
-    return inputs[:, : module.config.in_channels] if control_blocks(module) else inputs
+    """Return the latents among what a `Denoiser` takes, without the channels of what steers it."""
+    return inputs[:, : module.config.in_channels]
 
 
 def control_block_forward(

@@ -111,12 +111,13 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         check: Callable[[], None],
         shown: torch.Tensor | None = None,
         chunk: int = 1,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `VideoEncoder`; a tile is encoded for the whole video before the next one starts."""
         return self._in_tiles(
             video.shape[1:3],
             tile,
-            lambda y, x: self._video(video[:, y, x], None if shown is None else shown[:, y, x], check, chunk),
+            lambda y, x: self._video(video[:, y, x], _part(shown, y, x), _part(before, y, x), check, chunk),
         )
 
     def _in_tiles(
@@ -149,12 +150,17 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         return self._normalized(moments)
 
     def _video(
-        self, video: torch.Tensor, shown: torch.Tensor | None, check: Callable[[], None], chunk: int
+        self,
+        video: torch.Tensor,
+        shown: torch.Tensor | None,
+        before: torch.Tensor | None,
+        check: Callable[[], None],
+        chunk: int,
     ) -> torch.Tensor:
         """Return the latents of a video."""
         stride = self._vae.config.scale_factor_temporal
         steps = VideoEncoderSteps(self._vae.encoder, stride, self._ops, channels_last=self._channels_last)
-        repeated = repeats_of(video, shown, stride)
+        repeated = repeats_of(video, shown, stride, 0 if before is None else len(before))
         latents = []
         for call in calls_of(repeated, min(chunk, max(MOST_ENCODED_FRAMES // stride, 1))):
             check()
@@ -162,6 +168,8 @@ class PyTorchVideoEncoder(PyTorchVaePart):
             pixels = video[part].to(self._mean.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
             if shown is not None:
                 pixels *= shown[part].to(pixels.device)
+            if before is not None and len(before[part]):
+                pixels[:, :, : len(before[part])] = before[part].to(pixels.device).permute(3, 0, 1, 2)
             encoded = steps(self._patched(pixels.to(self._dtype)), repeats=repeated[call.start])
             latents.append(self._normalized(self._vae.quant_conv(encoded)))
         return torch.cat(latents, dim=2)
@@ -178,6 +186,10 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         size = self._vae.config.patch_size
         patched: torch.Tensor = frames if size is None else patchify(frames, size)
         return patched
+
+
+def _part(frames: torch.Tensor | None, y: slice, x: slice) -> torch.Tensor | None:
+    return None if frames is None else frames[:, y, x]
 
 
 class EncoderSteps:

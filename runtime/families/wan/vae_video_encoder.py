@@ -25,16 +25,20 @@ from runtime.upstream.diffusers import causal_padding
 _Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def repeats_of(video: torch.Tensor, shown: torch.Tensor | None, stride: int) -> list[bool]:
+def repeats_of(video: torch.Tensor, shown: torch.Tensor | None, stride: int, replaced: int = 0) -> list[bool]:
     """Return for each latent frame of a video whether its pixels are those of the latent frame before.
 
     Args:
         video, shown: see `execution.components.VideoEncoder`.
         stride: frames of a latent frame, except for the first one, which has one frame.
+        replaced: that many frames at the start are others than those of `video`.
     """
     repeated = [False] * min(len(video), 2)
     for start in range(1 + stride, len(video), stride):
         here, before = slice(start, start + stride), slice(start - stride, start)
+        if before.start < replaced:
+            repeated.append(False)
+            continue
         equal = shown is None or torch.equal(shown[here], shown[before])
         repeated.append(equal and torch.equal(_seen(video, shown, here), _seen(video, shown, before)))
     return repeated
