@@ -337,6 +337,7 @@ class ResolvedRequest(FrozenModel):
         strength: how much of it changes, above 0 and up to 1.
         stages: "2" if it is made at half the size first, else "1".
         control, mask: what steers the video, and where it changes.
+        control_start: at which second of both their first frames are.
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
         preprocess: what is made of the control video, of `request.PREPROCESSING`.
@@ -372,6 +373,7 @@ class ResolvedRequest(FrozenModel):
     stages: str = "1"
     control: VideoUse | None = None
     mask: VideoUse | None = None
+    control_start: float = 0.0
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
     preprocess: str = OFF

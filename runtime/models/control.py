@@ -6,13 +6,13 @@ from pathlib import Path
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, GenerationRequest
+from runtime.core.request import CONTROL_FIELDS, CONTROL_OPTIONS, CONTROL_SCALE, OFF, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_video, frames_taken
 
 _CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
-_SCALE, _PREPROCESS = "control_scale", "preprocess"
+_SCALE, _PREPROCESS, _START = CONTROL_OPTIONS
 
 
 def with_control(
@@ -30,14 +30,16 @@ def with_control(
         cache_dir, keep, check: see `models.images.with_images`.
 
     Raises:
-        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask or a preprocessing
-            without a control video, or the number of scales is not that of the model's control blocks.
+        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask, a preprocessing or a
+            start without a control video, the video ends before it, or the number of scales is not that of the model's control blocks.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
     used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
     used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
+    start = request.control_second
+    used_fields += [_START] if start else []
     if not used_fields:
         return spec
     if spec.control_input is None:
@@ -51,9 +53,13 @@ def with_control(
         raise InvalidRequestError(_MASK, "control.mask_alone")
     if request.control is None and request.preprocess != OFF:
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_alone")
+    if request.control is None and start:
+        raise InvalidRequestError(_START, "control.start_alone")
     fps, most = frames_taken(request, spec)
     control, mask = (
-        None if file is None else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
+        None
+        if file is None
+        else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start)
         for field, file in ((_CONTROL, request.control), (_MASK, request.mask))
     )
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)

@@ -57,7 +57,7 @@ class _Counted(NamedTuple):
 
 # What was read of files: a form asks for a plan with each change.
 _DIGESTS: dict[_Stamp, str] = {}
-_COUNTED: dict[tuple[str, int | None], _Counted] = {}
+_COUNTED: dict[tuple[str, int | None, float], _Counted] = {}
 
 
 def with_video(
@@ -110,6 +110,7 @@ def find_video(
     field: str = FIELD,
     keep: bool = True,
     check: Callable[[], None] = never,
+    start: float = 0.0,
 ) -> VideoUse:
     """Return a video that a request names, checked; see `with_video`.
 
@@ -117,6 +118,7 @@ def find_video(
         fps: the rate at which its frames are read; `None` for its own, in whole frames per second.
         most: the most frames to count.
         field: the request's field, for errors.
+        start: the second of its first frame that is used.
     """
     reference = parse_reference(file)
     if reference is None:
@@ -126,7 +128,7 @@ def find_video(
         if cache_dir is None or not path.is_file() or _digest(path, name, field, check) != reference.digest:
             raise InvalidRequestError(field, "source.copy_missing", file=name)
     with _named(name):
-        counted = _count(path, name, field, fps, most, check)
+        counted = _count(path, name, field, fps, most, check, start)
     info, digest = counted.info, _digest(path, name, field, check)
     kept = _kept(path, name, field, digest, cache_dir, check) if keep and cache_dir is not None else path
     return VideoUse(
@@ -207,16 +209,18 @@ def open_picture(use: InputFile) -> Image.Image:
     return Image.fromarray(frames[0])
 
 
-def _count(path: Path, name: str, field: str, fps: int | None, most: int, check: Callable[[], None]) -> _Counted:
+def _count(
+    path: Path, name: str, field: str, fps: int | None, most: int, check: Callable[[], None], start: float
+) -> _Counted:
     """Return what a video has, and at least `most` of its frames counted if there are so many."""
     digest = _DIGESTS.get(_stamp(path, name, field))
-    counted = None if digest is None else _COUNTED.get((digest, fps))
+    counted = None if digest is None else _COUNTED.get((digest, fps, start))
     if counted is None or counted.frames == counted.most < most:
         # What is no video is refused before all of it is read for its digest.
         info = read_info(path, field, check)
         rate = min(max(round(info.rate), 1), MAX_FPS) if fps is None else fps
-        counted = _Counted(info, rate, count_frames(info, Fraction(rate), most, field, check), most)
-        remember(_COUNTED, (_digest(path, name, field, check), fps), counted)
+        counted = _Counted(info, rate, count_frames(info, Fraction(rate), most, field, check, start), most)
+        remember(_COUNTED, (_digest(path, name, field, check), fps, start), counted)
     return counted
 
 

@@ -264,7 +264,8 @@ def video_frames(
     info = open_video(use, check, field)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
     video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check)
+    start = 0.0 if field == "video" else plan.control_start
+    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check, start=start)
     count = 0
     while True:
         try:

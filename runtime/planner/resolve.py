@@ -438,6 +438,7 @@ def _plan(
         strength=settings.strength,
         control=spec.control,
         mask=spec.mask,
+        control_start=request.control_second,
         references=spec.references,
         control_scale=request.control_scale,
         preprocess=request.preprocess,

@@ -40,6 +40,7 @@ _OF_FIRST_PART = (
     *CONTROL_FIELDS,
     "control_scale",
     "preprocess",
+    "control_start",
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import COMPONENTS, CONTROL_FIELDS, FIELDS, FINISHERS, OFF, GenerationRequest
+from runtime.core.request import COMPONENTS, CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS, FINISHERS, OFF, GenerationRequest
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -287,7 +287,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
+            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, *CONTROL_OPTIONS)),
         )
         if not there
     }
@@ -465,7 +465,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     if spec.image_input is None:
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
-        request["preprocess"] = OFF
+        request |= {"preprocess": OFF, "control_start": 0}
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):

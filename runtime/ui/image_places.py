@@ -17,7 +17,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse, InputFile, field_of
-from runtime.core.request import CONTROL_FIELDS, FIELDS
+from runtime.core.request import CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS
 from runtime.core.request_fields import VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
@@ -71,7 +71,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
-        steering={name: FIELDS[name] for name in ("control_scale", "preprocess") if spec.control_input is not None},
+        steering={name: FIELDS[name] for name in CONTROL_OPTIONS if spec.control_input is not None},
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )

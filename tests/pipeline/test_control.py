@@ -117,6 +117,7 @@ def test_control_frames_are_made_where_a_mask_is_white(tiny: Tiny, tmp_path: Pat
 
 def test_checkpoints_belong_to_the_preprocessing(tiny: Tiny, tmp_path: Path) -> None:
     kinds = [planned(tiny("wan2.1-vace"), tmp_path, "control", preprocess=kind) for kind in ("off", "gray", "blur")]
+    kinds.append(planned(tiny("wan2.1-vace"), tmp_path, "control", control_start=0.1))
     assert len({identity({}, clip.plan) for clip in kinds}) == len(kinds)
 
 
