@@ -71,6 +71,7 @@
     const time = position(playing.currentTime, seconds);
     if ($("#transport .time").textContent !== time) $("#transport .time").textContent = time;
     showSound(playing);
+    tandem.tidyBefore();
   };
   tandem.tidyTransport = show;
   for (const name of ["play", "pause", "loadedmetadata", "seeked", "emptied"]) {

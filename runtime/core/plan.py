@@ -372,7 +372,7 @@ class ResolvedRequest(FrozenModel):
     strength: float = STRENGTH
     stages: str = "1"
     control: VideoUse | None = None
-    mask: VideoUse | None = None
+    mask: VideoUse | ImageUse | None = None
     control_start: float = 0.0
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE

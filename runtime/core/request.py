@@ -26,6 +26,7 @@ from runtime.core.request_fields import (
     ImageFile,
     ImageFiles,
     Loras,
+    MaskFile,
     Name,
     Number,
     Prompt,
@@ -659,9 +660,9 @@ class GenerationRequest(FrozenModel):
     ] = None
     mask: Annotated[
         str | None,
-        VideoFile(
+        MaskFile(
             label="Mask",
-            help="Change the control video where this video is white, and keep it where it is black.",
+            help="Change the control video where this video or image is white, and keep it where it is black.",
             group="image",
             flag="--mask",
             metavar="FILE",
@@ -673,8 +674,8 @@ class GenerationRequest(FrozenModel):
         float | Auto,
         Number(
             label="Control starts at",
-            help="The second of the control video, and of a mask video, at which the clip begins. The clip needs only the "
-            "part from there on.",
+            help="The second of the control video, and of a mask video, at which the clip begins. What is "
+            "before is not used.",
             group="image",
             flag="--control-start",
             metavar="SECONDS",

@@ -9,7 +9,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.request import CONTROL_FIELDS, CONTROL_OPTIONS, CONTROL_SCALE, OFF, GenerationRequest
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import find_video, frames_taken
+from runtime.models.videos import find_picture, find_video, frames_taken
 
 _CONTROL, _MASK, _REFERENCES = CONTROL_FIELDS
 _SCALE, _PREPROCESS, _START = CONTROL_OPTIONS
@@ -30,8 +30,9 @@ def with_control(
         cache_dir, keep, check: see `models.images.with_images`.
 
     Raises:
-        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask, a preprocessing or a
-            start without a control video, the video ends before it, or the number of scales is not that of the model's control blocks.
+        InvalidRequestError: if one cannot be read, the model is not steered by them, there is a mask, a preprocessing
+            or a start without a control video, a video ends before its start, or the number of scales is not that of
+            the model's control blocks.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
@@ -56,11 +57,10 @@ def with_control(
     if request.control is None and start:
         raise InvalidRequestError(_START, "control.start_alone")
     fps, most = frames_taken(request, spec)
-    control, mask = (
-        None
-        if file is None
-        else find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start)
-        for field, file in ((_CONTROL, request.control), (_MASK, request.mask))
-    )
+    control = mask = None
+    if request.control is not None:
+        control = find_video(request.control, cache_dir, fps, most, field=_CONTROL, keep=keep, check=check, start=start)
+    if request.mask is not None:
+        mask = find_picture(request.mask, cache_dir, fps, most, field=_MASK, keep=keep, check=check, start=start)
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
     return replace(spec, control=control, mask=mask, references=references)

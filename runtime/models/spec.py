@@ -547,7 +547,7 @@ class ModelSpec:
     video: VideoUse | None = None
     control_input: ControlInput | None = None
     control: VideoUse | None = None
-    mask: VideoUse | None = None
+    mask: VideoUse | ImageUse | None = None
     references: tuple[ImageUse, ...] = ()
     extend: VideoUse | None = None
     interpolator: "ModelSpec | None" = None
@@ -689,7 +689,7 @@ class ModelSpec:
     @property
     def followed_videos(self) -> tuple[VideoUse, ...]:
         """The request's videos whose frames are those of the clip, each as it is read at the clip's rate."""
-        return tuple(use for use in (self.video, self.control, self.mask) if use is not None)
+        return tuple(use for use in (self.video, self.control, self.mask) if isinstance(use, VideoUse))
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:

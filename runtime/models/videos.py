@@ -19,13 +19,27 @@ from PIL import Image
 from runtime.core.cancel import never
 from runtime.core.digests import sha256
 from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.facts import Fact
 from runtime.core.files import replace_file
-from runtime.core.images import InputFile, VideoUse, parse_reference
+from runtime.core.images import ImageUse, InputFile, VideoUse, parse_reference
 from runtime.core.locks import held
-from runtime.core.request import AUTO, MAX_FPS, GenerationRequest
-from runtime.core.untrusted_files import open_file
-from runtime.models.images import DISK_FULL, LOCK, all_models, images_dir, named_file, open_image, remember
+from runtime.core.plan import ResolvedRequest
+from runtime.core.request import AUTO, CONTROL_FIELDS, MAX_FPS, GenerationRequest
+from runtime.core.untrusted_files import NotRegularFileError, open_file
+from runtime.models.images import (
+    DISK_FULL,
+    LOCK,
+    all_models,
+    find_image,
+    images_dir,
+    keep_image,
+    named_file,
+    open_image,
+    remember,
+)
 from runtime.models.spec import ModelSpec
+from runtime.video.image_messages import MAX_LINE_BYTES, announced_format
+from runtime.video.images import fitted
 from runtime.video.reader import VideoInfo, count_frames, read_info, read_video
 
 FIELD = "video"
@@ -33,6 +47,8 @@ MAX_FILE_BYTES = 1 << 30
 # A copy that is used again is new again, but not each time: its digest is known by its time.
 _TOUCHED_SECONDS = 3600.0
 _PART_BYTES = 1 << 20
+# Formats of files that are images; a GIF is read as a video.
+_STILL = frozenset({"JPEG", "PNG", "WEBP", "AVIF", "HEIC", "BMP", "TIFF"})
 # Refusals that name the whole path.
 _OF_PATHS = frozenset({"source.unreadable", "source.not_a_file"})
 
@@ -143,6 +159,43 @@ def find_video(
     )
 
 
+def find_picture(
+    file: str,
+    cache_dir: Path | None,
+    fps: int | None,
+    most: int,
+    *,
+    field: str,
+    keep: bool = True,
+    check: Callable[[], None] = never,
+    start: float = 0.0,
+) -> ImageUse | VideoUse:
+    """Return an image or a video that a request names, checked; see `find_video` and `models.images.find_image`."""
+    reference = parse_reference(file)
+    path = named_file(file)[0] if reference is None else images_dir(cache_dir or Path()) / reference.digest
+    if _is_image(path):
+        return find_image(file, field, cache_dir, keep=keep, check=check)
+    return find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start)
+
+
+def keep_picture(
+    data: bytes, name: str, cache_dir: Path, *, field: str, check: Callable[[], None] = never
+) -> ImageUse | VideoUse:
+    """Check the content of an image's or a video's file, and keep it; see `keep_video`."""
+    if announced_format(data) in _STILL:
+        return keep_image(data, name, field, cache_dir, check=check)
+    return keep_video(data, name, cache_dir, field=field, check=check)
+
+
+def _is_image(path: Path) -> bool:
+    """Return whether a file is an image by its first bytes; what cannot be read is not."""
+    try:
+        with open_file(path) as file:
+            return announced_format(file.read(MAX_LINE_BYTES)) in _STILL
+    except (NotRegularFileError, OSError, ValueError):
+        return False
+
+
 def keep_video(
     data: bytes, name: str, cache_dir: Path, *, field: str = FIELD, check: Callable[[], None] = never
 ) -> VideoUse:
@@ -185,6 +238,45 @@ def open_video(use: VideoUse, check: Callable[[], None] = never, field: str = FI
         return read_info(use.path, field, check)
 
 
+def clip_frames(
+    use: VideoUse,
+    settings: ResolvedRequest,
+    field: str,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+) -> Iterator[Image.Image]:
+    """Yield the frames of a video that a clip is made from, one for each frame of the clip, RGB and of its size.
+
+    Args:
+        settings: of the clip.
+        field: the request's field of the video.
+        check: see `with_video`.
+        warn: called at the end if a part of the file is damaged.
+
+    Raises:
+        InvalidRequestError: if it cannot be read, or has fewer frames by now.
+        MachineError: if there is no ffmpeg.
+    """
+    info, count, damage = open_video(use, check, field), 0, ""
+    start = settings.control_start if field in CONTROL_FIELDS else 0.0
+    rate, most = Fraction(settings.fps), settings.frames
+    frames = read_video(info, 1, rate=rate, most=most, field=field, check=check, start=start)
+    with contextlib.closing(frames) as reading:
+        while True:
+            try:
+                (frame,) = next(reading)
+            except StopIteration as end:
+                damage = end.value
+                break
+            image = Image.fromarray(frame)
+            yield fitted(image, settings.width, settings.height, settings.image_fit, settings.image_position)
+            count += 1
+    if count < most:
+        raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=most)
+    if damage and warn is not None:
+        warn(Fact("source.damaged", {"file": use.name, "line": damage}))
+
+
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
     """Name a video in errors as people know it, not by the name of its copy."""
@@ -196,8 +288,8 @@ def _named(name: str) -> Iterator[None]:
         raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
 
 
-def open_picture(use: InputFile) -> Image.Image:
-    """Return an image, or the first frame of a video, as RGB with 8 bits.
+def open_picture(use: InputFile, start: float = 0.0) -> Image.Image:
+    """Return an image, or the frame of a video at a second, by default the first one, as RGB with 8 bits.
 
     Raises:
         InvalidRequestError: if its file is gone or has changed.
@@ -205,7 +297,8 @@ def open_picture(use: InputFile) -> Image.Image:
     """
     if not isinstance(use, VideoUse):
         return open_image(use)
-    frames = next(read_video(open_video(use), 1, most=1, field=FIELD))
+    rate = Fraction(MAX_FPS) if start else None
+    frames = next(read_video(open_video(use), 1, rate=rate, most=1, field=FIELD, start=start))
     return Image.fromarray(frames[0])
 
 

@@ -6,7 +6,6 @@ Each reads the plan and the progress from the job's `RunContext`, so that it can
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -15,7 +14,7 @@ import torch
 from PIL.Image import Image, fromarray
 
 from runtime.core.cancel import never
-from runtime.core.errors import BadResultError, InvalidRequestError
+from runtime.core.errors import BadResultError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import VideoUse
@@ -33,10 +32,11 @@ from runtime.execution.components import (
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
+from runtime.models.control_frames import still_mask
 from runtime.models.images import open_image
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
-from runtime.models.videos import open_video
+from runtime.models.videos import clip_frames
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.latent_colors import DecodedColors
@@ -58,8 +58,8 @@ from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
-from runtime.video.preprocessing import preprocessed
-from runtime.video.reader import COLORS, read_video
+from runtime.video.preprocessing import control_frame
+from runtime.video.reader import COLORS
 from runtime.video.recompression import recompressed
 
 
@@ -223,7 +223,7 @@ def control_clip(
     """Read what steers a plan's video; see `video_frames`."""
     references = [open_image(use, "references", check) for use in plan.references]
     video = None if plan.control is None else video_frames(plan, "control", check, warn)
-    mask = None if plan.mask is None else video_frames(plan, "mask", check, warn)
+    mask = None if plan.mask is None else mask_frames(plan, check, warn)
     clip = ControlClip(plan.frames, plan.height, plan.width, video, mask, references)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
@@ -233,11 +233,10 @@ def control_clip(
 def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None:
     """Replace the frames of a control video by control frames where they change; see `video.preprocessing`."""
     assert clip.video is not None
-    changes = clip.changes
     for number, frame in enumerate(clip.video):
         check()
-        made = torch.from_numpy(np.array(preprocessed(fromarray(frame.numpy()), kind)))
-        clip.video[number] = made if changes is None else torch.where(changes[number, ..., None], made, frame)
+        mask = None if clip.mask is None else fromarray(clip.mask[number].numpy())
+        clip.video[number] = torch.from_numpy(np.array(control_frame(fromarray(frame.numpy()), kind, mask)))
 
 
 def video_frames(
@@ -260,27 +259,24 @@ def video_frames(
         MachineError: if there is no ffmpeg.
     """
     use: VideoUse | None = getattr(plan, field)
-    assert use is not None
-    info = open_video(use, check, field)
+    assert isinstance(use, VideoUse)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
     video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
-    start = 0.0 if field == "video" else plan.control_start
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=plan.frames, field=field, check=check, start=start)
-    count = 0
-    while True:
-        try:
-            (frame,) = next(reading)
-        except StopIteration as end:
-            damage = end.value
-            break
-        image = fitted(fromarray(frame), plan.width, plan.height, plan.image_fit, plan.image_position)
-        video[count] = torch.from_numpy(np.array(image.convert(mode)))
-        count += 1
-    if count < plan.frames:
-        raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=plan.frames)
-    if damage and warn is not None:
-        warn(Fact("source.damaged", {"file": use.name, "line": damage}))
+    for number, frame in enumerate(clip_frames(use, plan, field, check, warn)):
+        video[number] = torch.from_numpy(np.array(frame.convert(mode)))
     return video
+
+
+def mask_frames(
+    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+) -> torch.Tensor:
+    """Return the brightness of a plan's mask, (frames, height, width), uint8; an image holds for all frames.
+
+    Args, Raises: see `video_frames`.
+    """
+    if isinstance(plan.mask, VideoUse):
+        return video_frames(plan, "mask", check, warn)
+    return torch.from_numpy(np.array(still_mask(plan, check))).expand(plan.frames, -1, -1)
 
 
 def pixels_of(image: Image) -> torch.Tensor:

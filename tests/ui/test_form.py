@@ -378,7 +378,12 @@ def test_control_videos_are_read_for_models_that_they_steer(
     models: dict[str, ModelSpec], tiny: Callable[[str], ModelSpec]
 ) -> None:
     steered = {"wan2.1-vace": tiny("wan2.1-vace"), **models}
-    given = {"control": IMAGE, "mask": IMAGE, "references": f"{IMAGE}\n{IMAGE}", "control_scale": "1, 0.5"}
+    given: dict[str, Any] = {
+        "control": IMAGE,
+        "mask": IMAGE,
+        "references": f"{IMAGE}\n{IMAGE}",
+        "control_scale": "1, 0.5",
+    }
     given |= {"preprocess": "edges", "control_start": 1.5}
     request = read(steered, model="wan2.1-vace", size_from="image", width=None, **given)
     assert (request.control, request.mask, request.references) == (IMAGE, IMAGE, (IMAGE, IMAGE))
