@@ -15,7 +15,7 @@
   const sets = new Map();
   let planned = null, running = null, resting = 0, at = 0;
 
-  const isOpen = () => Boolean($("#control-frames")?.checkVisibility?.() ?? $("#pop-images")?.matches(":popover-open"));
+  const isOpen = () => Boolean($("#pop-images")?.matches(":popover-open"));
   const current = () => planned ? sets.get(planned.key) : null;
   // The picture of the frame that the slider is at, or of the nearest one before it that has arrived.
   const shown = () => {
@@ -24,7 +24,13 @@
     for (let number = at; number >= 0; number -= planned.every) if (pictures.has(number)) return pictures.get(number);
     return pictures.values().next().value;
   };
-  tandem.controlFrame = () => value("control") ? shown() : null;
+  // The last one of the same video stays until there is another one.
+  let last = { video: "", picture: null };
+  tandem.controlFrame = () => {
+    const video = value("control"), picture = shown() ?? (last.video === video ? last.picture : null);
+    last = { video, picture };
+    return video ? picture : null;
+  };
 
   const stop = () => { running?.abort(); running = null; };
   const load = async () => {
@@ -79,7 +85,7 @@
   };
   document.addEventListener("toggle", ({ target, newState }) => {
     if (target.id !== "pop-images") return;
-    if (newState === "open") load(); else stop();
+    if (newState === "open") { show(); load(); } else stop();
   }, true);
 
   const show = () => { if ($("#control-frames")) tandem.showImages(); };
@@ -108,7 +114,7 @@
     const of = `${at + 1} of ${planned.frames}`;
     write($("#control-frames output"), of);
     set(bar, "aria-valuetext", `Frame ${of}, ${(at / planned.fps).toFixed(1)} seconds`);
-    const reading = entry && !entry.done && running ? " Reading frames…" : "";
+    const reading = isOpen() && !entry?.done ? " Reading frames…" : "";
     write(line, entry?.error || `${planned.line}${reading}`);
     line.classList.toggle("bad", Boolean(entry?.error));
   };

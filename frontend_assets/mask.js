@@ -14,7 +14,7 @@
 
   // What was drawn: {tool, size, points}, in shares of the width and height; "image" is a mask that was chosen before.
   let drawn = [], current = null, made = { reference: "", drawn: [] };
-  let cursor = { x: 0.5, y: 0.5 }, resting = 0, turn = null;
+  let cursor = { x: 0.5, y: 0.5 }, resting = 0, turn = null, isReady = false;
 
   const context = () => $("canvas").getContext("2d", { willReadFrequently: true });
   const tool = () => $("input[name=mask-tool]:checked").value;
@@ -32,8 +32,11 @@
     } else {
       c.lineWidth = width * w;
       c.lineCap = c.lineJoin = "round";
+      // A line of no length would not be drawn.
       c.beginPath();
-      // A dot is a line of no length.
+      c.arc(points[0].x * w, points[0].y * h, width * w / 2, 0, 2 * Math.PI);
+      c.fill();
+      c.beginPath();
       c.moveTo(points[0].x * w, points[0].y * h);
       for (const { x, y } of points) c.lineTo(x * w, y * h);
       c.stroke();
@@ -120,17 +123,21 @@
     return { tool: "image", image: canvas };
   };
   const open = async () => {
-    const dialog = editor(), seconds = tandem.pictureOf("control")?.seconds ?? 0, before = tandem.pictureOf("mask");
+    const dialog = editor(), { seconds = 0, width, height } = tandem.pictureOf("control") ?? {}, before = tandem.pictureOf("mask");
     const moment = $("#mask-moment input");
     moment.max = String(Math.max(Math.floor(10 * seconds - 1) / 10, tandem.controlSecond(), 0));
     moment.value = String(tandem.controlSecond());
     $("#mask-moment").hidden = moment.max === "0";
     showSecond();
     drawn = made.reference && made.reference === value("mask") ? [...made.drawn] : [];
+    isReady = false;
+    redraw();
+    if (height) $(".canvas").style.setProperty("--ratio", width / height);
     dialog.showModal();
     report();
     note("Reading the frame…");
     if (!await loadFrame()) return;
+    isReady = true;
     // The first frame of a mask that is a video says little of the others.
     if (!drawn.length && value("mask") && before?.url && !before.seconds) drawn = [await asDrawn(before.url)];
     redraw();
@@ -174,7 +181,7 @@
   });
   const isCanvas = ({ target }) => target.matches?.("#mask-editor canvas");
   document.addEventListener("pointerdown", (event) => {
-    if (!isCanvas(event) || event.button !== 0 || current) return;
+    if (!isCanvas(event) || event.button !== 0 || current || !isReady) return;
     event.target.setPointerCapture(event.pointerId);
     begin(point(event));
   });
@@ -192,7 +199,7 @@
       const within = (at) => Math.min(Math.max(at, 0), 1);
       cursor = { x: within(cursor.x + move[0] * step), y: within(cursor.y + move[1] * step * ratio) };
       if (current) extend(cursor);
-    } else if (event.key === " ") {
+    } else if (event.key === " " && isReady) {
       if (current) end(); else { begin(cursor); note(tool() === "box" ? "Box begun." : "Stroke begun."); }
     } else return;
     event.preventDefault();
