@@ -89,7 +89,7 @@ def test_the_frames_are_those_of_the_plan(page: Page) -> None:
 
 def test_a_set_of_frames_has_another_key_if_it_differs(page: Page) -> None:
     mask = keep_image(encoded(picture(96, 48)), "mask.png", "mask", page.folder)
-    changes = [
+    changes: list[dict[str, Any]] = [
         {}, {"control_start": 0.5}, {"preprocess": "gray"}, {"mask": mask.reference}, {"frames": 5}, {"width": 32},
         {"image_fit": "fit"}, {"image_position": 20}, {"fps": 6},
     ]  # fmt: skip
