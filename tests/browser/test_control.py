@@ -247,6 +247,8 @@ def test_a_video_is_compared_with_its_control_video(open_page: OpenPage, steered
     page.wait_for_selector(f"{button}[aria-pressed=false]")
     assert page.get_attribute(button, "aria-label") == "Compare with the control video"
     assert not page.is_visible("#transport .divide") and not page.is_visible(".mat > video.before")
+    for _ in range(2):
+        page.click("#transport [data-play]")
     page.click(button)
     page.wait_for_function("() => document.querySelector('.mat > video.before').readyState >= 2")
     page.click("#transport [data-play]")
