@@ -54,7 +54,7 @@
   // Questions to the server, one at a time.
   const questions = [];
   let asking = null;
-  const ask = (question) => new Promise((resolve) => { questions.push({ question, resolve }); next(); });
+  const ask = tandem.askImage = (question) => new Promise((resolve) => { questions.push({ question, resolve }); next(); });
   const next = () => {
     if (asking || !questions.length || !$("#ask-image")) return;
     asking = { ...questions.shift(), id: `${Date.now()}-${Math.random()}` };
@@ -165,23 +165,29 @@
     note([sizeNote(field), line].filter(Boolean).join(" "));
     use(field, upload.image, { url, width: upload.width, height: upload.height });
   };
+  const isImage = (file) => (file.type.startsWith("image/") || IMAGE.test(file.name)) && !/gif$/i.test(file.type || file.name);
   const takeVideo = async (file, field = "video", line = "") => {
     show();
     const turn = newest[field] = {};
-    const upload = await send(file, () => newest[field] === turn, "videos");
+    // A mask is a video, or an image that holds for all frames.
+    const upload = await send(file, () => newest[field] === turn, field === "mask" && isImage(file) ? "images" : "videos");
     if (!upload) return;
-    const { video, width, height, seconds } = upload;
+    const { video = upload.image, width, height, seconds } = upload;
     const { picture: url = "" } = await ask({ what: "picture", video });
     if (newest[field] !== turn) return;
-    const changes = noLonger(seconds);
+    const changes = { ...noLonger(seconds), ...(field === "control" && { control_start: 0 }) };
     note([sizeNote(field), changes.frames ? "The length follows the video." : "", line].filter(Boolean).join(" "));
     use(field, video, { url, width, height, seconds }, changes);
+    return video;
   };
   // A clip is not longer than the video that it is made from.
   const noLonger = (seconds) => {
     const frames = Math.round((seconds ?? Infinity) * value("fps")), stride = Number($("#field-frames input")?.step) || 1;
     return frames < value("frames") ? { frames: Math.floor((frames - 1) / stride) * stride + 1 } : {};
   };
+  // Takes a mask that was drawn.
+  tandem.takeMask = (file) => takeVideo(file, "mask");
+  tandem.pictureOf = (field) => pictures[digestOf(chosen(field))];
   // Takes a video that was dropped; returns whether the model starts from one, or is steered by one.
   tandem.takeVideo = (file) => {
     const field = ["video", "control"].find(place);
@@ -219,7 +225,7 @@
     target.value = "";
   });
   // While a slider moves, the form is a step behind.
-  const SLIDERS = { "image-position": "image_position", strength: "strength" };
+  const SLIDERS = { "image-position": "image_position", strength: "strength", "control-start": "control_start" };
   const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", overlap: "overlap" };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
@@ -278,7 +284,7 @@
       newest[field] = null;
       note("");
       tandem.unmark();
-      tandem.apply({ [field]: "", ...(field === "image" && guidance(false)) });
+      tandem.apply({ [field]: "", ...(field === "image" && guidance(false)), ...(field === "control" && { control_start: 0 }) });
       ($(`#pick-${field}`) ?? $("#pick-image")).focus();
     }
     if (example) {
@@ -363,7 +369,7 @@
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
-        set(image, "src", shownPicture.url);
+        set(image, "src", (field === "control" && tandem.controlFrame()) || shownPicture.url);
         set(image, "alt", `${nameOf(reference)}, as the model sees it`);
         set(seen, "style", `--width:${size[0]};--height:${size[1]}`);
         set(image, "style", `object-fit:${fit === "fit" ? "contain" : "cover"};object-position:${fit === "fit" ? 50 : at}% ${fit === "fit" ? 50 : at}%`);
@@ -372,6 +378,7 @@
       const length = shownPicture?.seconds ? `, ${shownPicture.seconds.toFixed(1)} s` : "";
       const empty = VIDEOS.includes(field) ? "or drop it here" : "or drop or paste it";
       write($(".what", node), reference ? `${nameOf(reference)}${length}` : empty);
+      if (field === "control") tandem.showControl(shownPicture?.seconds, moving.control_start);
       if (field === "video") showStrength($(".strength", node), Boolean(reference));
       hide($("[data-clear]", node), !reference);
       const examples = $(".examples", node);

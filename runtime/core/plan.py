@@ -339,6 +339,7 @@ class ResolvedRequest(FrozenModel):
         stages: "2" if it is made at half the size first, else "1".
         control, mask: what steers the video, and where it changes.
         face, background: the expressions of a character, and the video that it is put into.
+        control_start: at which second of all these videos their first frames are.
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
         preprocess: what is made of the control video, of `request.PREPROCESSING`.
@@ -375,7 +376,8 @@ class ResolvedRequest(FrozenModel):
     control: VideoUse | None = None
     face: VideoUse | None = None
     background: VideoUse | None = None
-    mask: VideoUse | None = None
+    mask: VideoUse | ImageUse | None = None
+    control_start: float = 0.0
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
     preprocess: str = OFF

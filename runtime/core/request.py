@@ -26,6 +26,7 @@ from runtime.core.request_fields import (
     ImageFile,
     ImageFiles,
     Loras,
+    MaskFile,
     Name,
     Number,
     Prompt,
@@ -116,11 +117,13 @@ STRENGTH, LEAST_STRENGTH = 0.6, 0.01
 # The weight of a control video in all blocks that read one, the largest one, and how many of these blocks there can be.
 CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
+# The latest second of a control video at which it can begin to be used.
+MAX_CONTROL_START = 3_600.0
 # The fields of files that steer a video.
 CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
-# How they steer it.
-STEERING_OPTIONS = ("control_scale", "preprocess", "overlap")
 CONTROL_VIDEOS = ("control", "face", "background", "mask")
+# What else is asked for with them.
+CONTROL_OPTIONS = ("control_scale", "preprocess", "control_start", "overlap")
 # What frames of a control video are made of those of its file.
 PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
 # Frames that a segment of a clip shares with the one before.
@@ -685,10 +688,10 @@ class GenerationRequest(FrozenModel):
     ] = None
     mask: Annotated[
         str | None,
-        VideoFile(
+        MaskFile(
             label="Mask",
-            help="Change the control video, or the background video, where this video is white, and keep it where it "
-            "is black.",
+            help="Change the control video, or the background video, where this video or image is white, and keep it "
+            "where it is black.",
             group="image",
             flag="--mask",
             metavar="FILE",
@@ -696,6 +699,23 @@ class GenerationRequest(FrozenModel):
             docs="models.md#control-videos",
         ),
     ] = None
+    control_start: Annotated[
+        float | Auto,
+        Number(
+            label="Control starts at",
+            help="The second of the control video, and of a mask video, at which the clip begins. What is "
+            "before is not used.",
+            group="image",
+            flag="--control-start",
+            metavar="SECONDS",
+            unset="0",
+            docs="models.md#control-videos",
+            low=0,
+            high=MAX_CONTROL_START,
+            whole=False,
+            step=0.1,
+        ),
+    ] = 0.0
     references: Annotated[
         tuple[str, ...],
         ImageFiles(
@@ -796,6 +816,11 @@ class GenerationRequest(FrozenModel):
             for name, value in named
             for file in (value if isinstance(value, tuple) else () if value is None else (value,))
         ]
+
+    @property
+    def control_second(self) -> float:
+        """The second of the control video at which the clip begins."""
+        return 0.0 if self.control_start == AUTO else float(self.control_start)
 
     def replace(self, **changes: Any) -> "GenerationRequest":
         """Return a copy with some fields changed, validated again."""

@@ -365,6 +365,13 @@ class VideoFile(ImageFile):
 
 
 @dataclass(frozen=True)
+class MaskFile(VideoFile):
+    """The file of a video, or of an image that holds for all frames, or its copy; `None` for none."""
+
+    no_name: ClassVar[str] = "request.mask_file"
+
+
+@dataclass(frozen=True)
 class ImageFiles(ImageFile):
     """The files of several images, or their copies, see `core.images`.
 

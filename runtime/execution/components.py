@@ -18,6 +18,7 @@ from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
 from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
+from runtime.video.preprocessing import CHANGES_ABOVE
 
 # The passes of a step with guidance; the last two are of models that make sound, see `models.spec.StreamGuidance`.
 PROMPTED, UNPROMPTED, SKIPPING, ISOLATED = "cond", "uncond", "skipping", "isolated"
@@ -28,8 +29,6 @@ LatentUpsampler = Callable[[torch.Tensor], torch.Tensor]
 # Makes a spectrogram of a sound's normalised latents, (1, channels, latents, bins), or samples, (1, channels, samples),
 # float32 in -1 to 1, of a spectrogram.
 SoundDecoder = Callable[[torch.Tensor], torch.Tensor]
-# Of a mask's values, above which a pixel changes: diffusers compares values of 0 to 1 with 0.5.
-_CHANGES_ABOVE = 127
 # Receives a field of `Speed` that could not be applied, and the reason.
 OnDegraded = Callable[[str, Fact], None]
 
@@ -190,7 +189,7 @@ class ControlClip:
     @property
     def changes(self) -> torch.Tensor | None:
         """Which pixels change, (frames, height, width), bool; `None` for all."""
-        return None if self.mask is None else self.mask > _CHANGES_ABOVE
+        return None if self.mask is None else self.mask > CHANGES_ABOVE
 
 
 class VideoEncoder(Protocol):

@@ -7,13 +7,20 @@ from typing import Any
 
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, CONTROL_VIDEOS, OFF, OVERLAP, GenerationRequest
+from runtime.core.request import (
+    CONTROL_FIELDS,
+    CONTROL_SCALE,
+    CONTROL_VIDEOS,
+    OFF,
+    OVERLAP,
+    GenerationRequest,
+)
 from runtime.models.images import all_models, find_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import find_video, frames_taken
+from runtime.models.videos import find_picture, find_video, frames_taken
 
 _MASK, _REFERENCES = "mask", "references"
-_SCALE, _PREPROCESS = "control_scale", "preprocess"
+_SCALE, _PREPROCESS, _START = "control_scale", "preprocess", "control_start"
 
 
 def with_control(
@@ -35,7 +42,8 @@ def with_control(
     Raises:
         InvalidRequestError: if one cannot be read, the model is not steered by them or needs another one, there is a
             mask without the video that it changes, or that video without a mask where the model needs one, there is a
-            preprocessing without a control video, or the number of scales is not that of the model's control blocks.
+            preprocessing or a start without a control video, a video ends before its start, or the number of scales is
+            not that of the model's control blocks.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
@@ -43,6 +51,8 @@ def with_control(
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
     used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
     used_fields += [] if request.overlap == OVERLAP else ["overlap"]
+    start = request.control_second
+    used_fields += [_START] if start else []
     taken = spec.control_input
     if taken is None:
         if used_fields:
@@ -69,9 +79,13 @@ def with_control(
         raise InvalidRequestError(_MASK, "control.background_alone")
     if request.control is None and request.preprocess != OFF:
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_alone")
+    if request.control is None and start:
+        raise InvalidRequestError(_START, "control.start_alone")
     fps, most = frames_taken(request, spec)
     videos: dict[str, Any] = {
-        field: find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
+        field: (find_picture if field == _MASK else find_video)(
+            file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start
+        )
         for field in CONTROL_VIDEOS
         if (file := getattr(request, field)) is not None
     }

@@ -318,7 +318,7 @@ class ControlInput:
     vae: VaeEncoderSpec
     blocks: int
     channels: int
-    fields: tuple[str, ...] = ("control", "mask", "references", "control_scale", "preprocess")
+    fields: tuple[str, ...] = ("control", "mask", "references", "control_scale", "preprocess", "control_start")
     required: tuple[str, ...] = ()
     masked: str = "control"
     face_side: int = 0
@@ -567,7 +567,7 @@ class ModelSpec:
     control: VideoUse | None = None
     face: VideoUse | None = None
     background: VideoUse | None = None
-    mask: VideoUse | None = None
+    mask: VideoUse | ImageUse | None = None
     references: tuple[ImageUse, ...] = ()
     extend: VideoUse | None = None
     interpolator: "ModelSpec | None" = None
@@ -710,7 +710,7 @@ class ModelSpec:
     def followed_videos(self) -> tuple[VideoUse, ...]:
         """The request's videos whose frames are those of the clip, each as it is read at the clip's rate."""
         videos = (getattr(self, field) for field in ("video", *CONTROL_VIDEOS))
-        return tuple(use for use in videos if use is not None)
+        return tuple(use for use in videos if isinstance(use, VideoUse))
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:

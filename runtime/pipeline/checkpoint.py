@@ -320,6 +320,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= {"control_scale"} if plan.control_scale == CONTROL_SCALE else set()
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
     unused |= {"overlap"} if plan.request.overlap == OVERLAP or plan.sections == 1 else set()
+    unused |= set() if plan.control_start else {"control_start"}
     excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}

@@ -6,7 +6,6 @@ Each reads the plan and the progress from the job's `RunContext`, so that it can
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
@@ -15,10 +14,10 @@ import torch
 from PIL.Image import Image, fromarray
 
 from runtime.core.cancel import never
-from runtime.core.errors import BadResultError, InvalidRequestError
+from runtime.core.errors import BadResultError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import CROP, MIDDLE, VideoUse
+from runtime.core.images import VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
@@ -33,11 +32,12 @@ from runtime.execution.components import (
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
+from runtime.models.control_frames import still_mask
 from runtime.models.images import open_image
 from runtime.models.sections import Segment
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
-from runtime.models.videos import open_video
+from runtime.models.videos import clip_frames
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.latent_colors import DecodedColors
@@ -59,8 +59,8 @@ from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
-from runtime.video.preprocessing import preprocessed
-from runtime.video.reader import COLORS, read_video
+from runtime.video.preprocessing import control_frame
+from runtime.video.reader import COLORS
 from runtime.video.recompression import recompressed
 
 
@@ -275,10 +275,11 @@ def control_clip(
     numbers = range(plan.frames) if segment is None else segment.sources
     references = [open_image(use, "references", check) for use in plan.references]
     references += [open_image(use, field, check) for field, use in plan.images.items()]
-    video, mask, background = (
+    video, background = (
         None if getattr(plan, field) is None else video_frames(plan, field, check, warn, numbers=numbers)
-        for field in ("control", "mask", "background")
+        for field in ("control", "background")
     )
+    mask = None if plan.mask is None else mask_frames(plan, check, warn, numbers)
     clip = ControlClip(len(numbers), plan.height, plan.width, video, mask, references, background, before)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
@@ -288,11 +289,10 @@ def control_clip(
 def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None:
     """Replace the frames of a control video by control frames where they change; see `video.preprocessing`."""
     assert clip.video is not None
-    changes = clip.changes
     for number, frame in enumerate(clip.video):
         check()
-        made = torch.from_numpy(np.array(preprocessed(fromarray(frame.numpy()), kind)))
-        clip.video[number] = made if changes is None else torch.where(changes[number, ..., None], made, frame)
+        mask = None if clip.mask is None else fromarray(clip.mask[number].numpy())
+        clip.video[number] = torch.from_numpy(np.array(control_frame(fromarray(frame.numpy()), kind, mask)))
 
 
 def video_frames(
@@ -321,34 +321,36 @@ def video_frames(
         MachineError: if there is no ffmpeg.
     """
     use: VideoUse | None = getattr(plan, field)
-    assert use is not None
-    info = open_video(use, check, field)
+    assert isinstance(use, VideoUse)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
     width, height = (plan.width, plan.height) if side is None else (side, side)
-    fit, position = (plan.image_fit, plan.image_position) if side is None else (CROP, MIDDLE)
     numbers = range(plan.frames) if numbers is None else numbers
     places: dict[int, list[int]] = {}
     for place, number in enumerate(numbers):
         places.setdefault(number, []).append(place)
     video = torch.empty((len(numbers), height, width, *colors), dtype=torch.uint8)
-    most = max(numbers) + 1
-    reading = read_video(info, 1, rate=Fraction(plan.fps), most=most, field=field, check=check)
-    count = 0
-    while True:
-        try:
-            (frame,) = next(reading)
-        except StopIteration as end:
-            damage = end.value
-            break
-        if count in places:
-            image = fitted(fromarray(frame), width, height, fit, position)
-            video[places[count]] = torch.from_numpy(np.array(image.convert(mode)))
-        count += 1
-    if count < most:
-        raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=plan.frames)
-    if damage and warn is not None:
-        warn(Fact("source.damaged", {"file": use.name, "line": damage}))
+    first = min(places)
+    frames = clip_frames(use, plan, field, check, warn, first=first, end=max(places) + 1, side=side)
+    for number, frame in enumerate(frames, first):
+        if number in places:
+            video[places[number]] = torch.from_numpy(np.array(frame.convert(mode)))
     return video
+
+
+def mask_frames(
+    plan: ExecutionPlan,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return the brightness of a plan's mask, (frames, height, width), uint8; an image holds for all frames.
+
+    Args, Raises: see `video_frames`.
+    """
+    if isinstance(plan.mask, VideoUse):
+        return video_frames(plan, "mask", check, warn, numbers=numbers)
+    count = plan.frames if numbers is None else len(numbers)
+    return torch.from_numpy(np.array(still_mask(plan, check))).expand(count, -1, -1)
 
 
 def pixels_of(image: Image) -> torch.Tensor:

@@ -452,6 +452,7 @@ def _plan(
         face=spec.face,
         background=spec.background,
         mask=spec.mask,
+        control_start=request.control_second,
         references=spec.references,
         control_scale=request.control_scale,
         preprocess=request.preprocess,

@@ -41,6 +41,7 @@ _OF_FIRST_PART = (
     "control_scale",
     "preprocess",
     "overlap",
+    "control_start",
 )
 
 

@@ -46,7 +46,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import Fact, shortened
-from runtime.core.images import field_of
+from runtime.core.images import InputFile, field_of
 from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import LOOPBACK, Settings
@@ -54,7 +54,7 @@ from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import keep_video
+from runtime.models.videos import keep_picture, keep_video
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
@@ -326,14 +326,17 @@ class VideoApi:
         def keep(check: Callable[[], None]) -> dict[str, str]:
             # First without its files, so that a request that is refused keeps none.
             self._requested(values, {})
-            return {
-                key: (
-                    keep_video(data, name, cache, field=key, check=check)
-                    if key in video_requests.VIDEO_FIELDS
-                    else keep_image(data, name, field_of(key), cache, check=check)
-                ).reference
-                for key, (data, name) in files.items()
-            }
+            copies = {}
+            for key, (data, name) in files.items():
+                use: InputFile
+                if key in video_requests.MASK_FIELDS:
+                    use = keep_picture(data, name, cache, field=key, check=check)
+                elif key in video_requests.VIDEO_FIELDS:
+                    use = keep_video(data, name, cache, field=key, check=check)
+                else:
+                    use = keep_image(data, name, field_of(key), cache, check=check)
+                copies[key] = use.reference
+            return copies
 
         size = sum(len(data) for data, _ in files.values())
         try:

@@ -22,7 +22,7 @@ from runtime.core.facts import cut, shortened
 from runtime.core.images import by_field, field_of, input_key
 from runtime.core.loras import Lora
 from runtime.core.request import FIELDS, MAX_SIDE, OFF, GenerationRequest
-from runtime.core.request_fields import SIZE_PATTERN, ImageFiles, Number, Prompt, VideoFile, read_size
+from runtime.core.request_fields import SIZE_PATTERN, ImageFiles, MaskFile, Number, Prompt, VideoFile, read_size
 from runtime.core.untrusted_files import DuplicateNameError, parse_json
 from runtime.server.api_errors import refused
 from runtime.server.gradio_requests import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, charset_problem
@@ -34,12 +34,16 @@ JSON, FORM = "application/json", "multipart/form-data"
 MAX_JSON_BYTES = 8 << 20
 _REFERENCE = "input_reference"
 VIDEO_FIELDS = tuple(name for name, declared in FIELDS.items() if isinstance(declared, VideoFile))
+# Those that can be images instead.
+MASK_FIELDS = tuple(name for name, declared in FIELDS.items() if isinstance(declared, MaskFile))
 # Those with several images.
 _LISTS = {name: declared.most for name, declared in FIELDS.items() if isinstance(declared, ImageFiles)}
-# The fields that are files, and the key of their address in JSON.
-_FILES: Mapping[str, str] = {
-    **dict.fromkeys(("image", "last_image", *_LISTS, _REFERENCE), "image_url"),
-    **dict.fromkeys(VIDEO_FIELDS, "video_url"),
+_IMAGE_KEY, _VIDEO_KEY = "image_url", "video_url"
+# The fields that are files, and the keys of their address in JSON, of which one is given.
+_FILES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("image", "last_image", *_LISTS, _REFERENCE), (_IMAGE_KEY,)),
+    **dict.fromkeys(VIDEO_FIELDS, (_VIDEO_KEY,)),
+    **dict.fromkeys(MASK_FIELDS, (_VIDEO_KEY, _IMAGE_KEY)),
 }
 _MOST_FILES = len(_FILES) - len(_LISTS) + sum(_LISTS.values())
 # Those of a request.
@@ -49,11 +53,11 @@ _MOST_FIELDS = 200
 _MOST_VALUES = 500
 _NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
 _DATA_TYPES = {
-    "image_url": re.compile(r"data:image/[a-z0-9.+-]{1,40}"),
-    "video_url": re.compile(r"data:video/[a-z0-9.+-]{1,40}"),
+    _IMAGE_KEY: re.compile(r"data:image/[a-z0-9.+-]{1,40}"),
+    _VIDEO_KEY: re.compile(r"data:video/[a-z0-9.+-]{1,40}"),
 }
 _BASE64 = "base64"
-_EXAMPLES = {"image_url": "data:image/png;base64,…", "video_url": "data:video/mp4;base64,…"}
+_EXAMPLES = {_IMAGE_KEY: "data:image/png;base64,…", _VIDEO_KEY: "data:video/mp4;base64,…"}
 # JSON with more is read on a thread.
 _QUICK_BYTES = 64 << 10
 NUMBER_AS_TEXT = {"type": "string", "pattern": r"^ *[+-]?[0-9]+(\.[0-9]+)? *$"}
@@ -113,16 +117,18 @@ def json_schema(reference: str) -> dict[str, Any]:
     return {**schema, "title": "CreateVideo", "properties": {**properties, **extra}, "additionalProperties": False}
 
 
-def _file_schema(key: str) -> dict[str, Any]:
+def _file_schema(keys: Sequence[str]) -> dict[str, Any]:
     """Return the schema of an image or a video in JSON."""
-    prefix, _, _ = _EXAMPLES[key].partition("/")
-    file = {
-        "type": "object",
-        "properties": {key: {"type": "string", "pattern": f"^{prefix}/"}},
-        "required": [key],
-        "additionalProperties": False,
-    }
-    return {"anyOf": [file], "examples": [{key: _EXAMPLES[key]}]}
+    files = [
+        {
+            "type": "object",
+            "properties": {key: {"type": "string", "pattern": f"^{_EXAMPLES[key].partition('/')[0]}/"}},
+            "required": [key],
+            "additionalProperties": False,
+        }
+        for key in keys
+    ]
+    return {"anyOf": files, "examples": [{key: _EXAMPLES[key]} for key in keys]}
 
 
 def _accept(described: dict[str, Any], *also: dict[str, str]) -> None:
@@ -272,29 +278,29 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
     if not isinstance(values, dict):
         raise refused(400, "server.not_an_object")
     files: dict[str, File] = {}
-    for name, key in _FILES.items():
+    for name, keys in _FILES.items():
         given = values.pop(name, None)
         entries = given if name in _LISTS and isinstance(given, list) else [] if given is None else [given]
         for entry in entries:
-            match entry:
-                case dict(parts) if isinstance(parts.get(key), str) and not any(
-                    value is not None for other, value in parts.items() if other != key
-                ):
-                    _add_file(files, name, (_data_of(parts[key], name), NAMELESS))
+            parts = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
+            match [*parts.items()]:
+                case [(key, str(url))] if key in keys:
+                    _add_file(files, name, (_data_of(url, name), NAMELESS))
                 case _:
                     raise _no_file(name)
     return values, files
 
 
 def _no_file(field: str) -> InvalidRequestError:
-    return InvalidRequestError(field, "server.api_video" if field in VIDEO_FIELDS else "server.api_image")
+    code = "server.api_mask" if field in MASK_FIELDS else "server.api_video"
+    return InvalidRequestError(field, code if field in VIDEO_FIELDS else "server.api_image")
 
 
 def _data_of(url: str, field: str) -> bytes:
     """Return the content of a data URL, as in RFC 2397; base64 may have line breaks, as in MIME, and lack its end."""
     head, comma, text = url.strip().partition(",")
     kind, *parameters = [part.strip().lower() for part in head.split(";")]
-    if not comma or _DATA_TYPES[_FILES[field]].fullmatch(kind) is None:
+    if not comma or not any(_DATA_TYPES[key].fullmatch(kind) for key in _FILES[field]):
         raise _no_file(field)
     data = unquote_to_bytes(text)
     if _BASE64 not in parameters:
@@ -337,7 +343,7 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, File]]:
             if value.filename or value.size:
                 _add_file(files, name, (await value.read(), plain_name(value.filename or NAMELESS)))
         elif name in _FILES:
-            if inner != _FILES[name] and (inner or value):
+            if inner not in _FILES[name] and (inner or value):
                 raise _no_file(name)
             if value:
                 _add_file(files, name, (_data_of(value, name), NAMELESS))

@@ -13,15 +13,7 @@ from typing import Any
 import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import (
-    COMPONENTS,
-    CONTROL_FIELDS,
-    FIELDS,
-    FINISHERS,
-    OFF,
-    STEERING_OPTIONS,
-    GenerationRequest,
-)
+from runtime.core.request import COMPONENTS, CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS, FINISHERS, OFF, GenerationRequest
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -296,7 +288,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, name in steering) for name in (*CONTROL_FIELDS, *STEERING_OPTIONS)),
+            *((name, name in steering) for name in (*CONTROL_FIELDS, *CONTROL_OPTIONS)),
         )
         if not there
     }
@@ -474,7 +466,7 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     if not spec.starts_from_images:
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
-        request["preprocess"] = OFF
+        request |= {"preprocess": OFF, "control_start": 0}
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):

@@ -16,16 +16,16 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import PREFIX, ImageUse, InputFile, field_of
-from runtime.core.request import CONTROL_FIELDS, FIELDS, STEERING_OPTIONS
-from runtime.core.request_fields import VideoFile
+from runtime.core.images import PREFIX, ImageUse, InputFile, VideoUse, field_of
+from runtime.core.request import CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS, MAX_CONTROL_START
+from runtime.core.request_fields import MaskFile, VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
 from runtime.models import extended
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.images import find_image, image_models, open_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import FIELD, find_video, open_picture
+from runtime.models.videos import FIELD, find_picture, find_video, open_picture
 from runtime.planner.requirements import fit
 from runtime.queue.job_planning import continuation
 from runtime.queue.views import Job
@@ -37,7 +37,11 @@ from runtime.video.images import thumbnail
 from runtime.video.mp4 import read_frame
 
 EXAMPLES = ROOT / "examples"
+# Of files, for file dialogs; browsers do not know MKV as a video.
+_VIDEOS = "video/*,.mkv"
 _SIDE = 512
+# Of a frame that a mask is drawn on.
+_LARGE_SIDE = 1024
 _QUALITY = 85
 
 
@@ -70,17 +74,27 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         places=places,
         able=[[model.name, model.title] for model in models.values() if model.starts_from_images],
         most=MAX_FILE_BYTES,
-        accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
+        accepted={field: _accepted(field) for field, _, _ in places},
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
         steering={
             name: FIELDS[name]
-            for name in STEERING_OPTIONS
+            for name in CONTROL_OPTIONS
             if spec.control_input is not None and name in spec.control_input.fields
         },
+        steering_videos=videos,
+        # On control frames, which is what the page shows of them.
+        draws=spec.control_input is not None and spec.control_input.masked == "control",
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )
+
+
+def _accepted(field: str) -> str:
+    """Return the media types and suffixes of the files of a place."""
+    videos = [_VIDEOS] if isinstance(FIELDS[field], VideoFile) else []
+    images = [*MEDIA_TYPES, *SUFFIXES] if not videos or isinstance(FIELDS[field], MaskFile) else []
+    return ",".join((*videos, *images))
 
 
 def guidance(spec: ModelSpec, *, from_image: bool) -> dict[str, float]:
@@ -141,9 +155,15 @@ class ImageAnswers:
                 use = find_image(image, "image", self._settings.cache_dir, keep=False)
                 return {"picture": picture(open_image(use)), "width": use.width, "height": use.height}
             case {"what": "picture", "video": str(video)} if self._pictures and video.startswith(PREFIX):
-                clip = find_video(video, self._settings.cache_dir, 1, 1, keep=False)
-                size = {"width": clip.width, "height": clip.height, "seconds": clip.seconds}
+                clip = find_picture(video, self._settings.cache_dir, 1, 1, field=FIELD, keep=False)
+                seconds = clip.seconds if isinstance(clip, VideoUse) else None
+                size = {"width": clip.width, "height": clip.height, "seconds": seconds}
                 return {"picture": picture(open_picture(clip)), **size}
+            case {"what": "moment", "video": str(video), "seconds": int() | float() as seconds} if (
+                self._pictures and video.startswith(PREFIX) and 0 <= seconds <= MAX_CONTROL_START
+            ):
+                clip = find_video(video, self._settings.cache_dir, 1, 1, keep=False)
+                return {"picture": picture(open_picture(clip, seconds), _LARGE_SIDE)}
             case {"what": "picture", "extend": str(video)} if self._pictures and video.startswith(PREFIX):
                 return self._extended(video)
             case {"what": "refusal", "model": str(model)}:
@@ -217,10 +237,10 @@ def error_answer(error: TandemError, redact: Callable[[str], str]) -> dict[str, 
     return {"error": redact(" ".join(page_text(error.fact)).strip())}
 
 
-def picture(image: Image.Image) -> str:
-    """Return an RGB image as a data address, at most 512 pixels wide and high."""
+def picture(image: Image.Image, side: int = _SIDE) -> str:
+    """Return an RGB image as a data address, at most `side` pixels wide and high."""
     small = image.copy()
-    small.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    small.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     small.save(file, "WEBP", quality=_QUALITY)
     return _address(file.getvalue())

@@ -24,7 +24,7 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401 - else Pillow imports the plugins of all formats
 )
 
-from runtime.video.image_messages import MAX_FILE_BYTES, MAX_LINE_BYTES, MAX_PIXELS, DecodingError, receive, send
+from runtime.video.image_messages import MAX_FILE_BYTES, MAX_PIXELS, DecodingError, announced_format, receive, send
 
 if sys.platform != "win32":
     import resource
@@ -32,22 +32,11 @@ if sys.platform != "win32":
 # Formats that are read, by Pillow's names.
 FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "BMP", "TIFF")
 MIN_SIDE = 16
+# Refusals of formats that are known by their first bytes and not read.
+_NOT_READ = {"GIF": "image.format_gif", "HEIC": "image.format_heic"}
 MAX_RATIO = 8
 # Threads of dav1d, each of which needs memory.
 _AVIF_THREADS = 2
-# First bytes of files of the formats that are read, except AVIF.
-_SIGNATURES = {
-    b"\xff\xd8\xff": "JPEG",
-    b"\x89PNG": "PNG",
-    b"BM": "BMP",
-    b"II*\0": "TIFF",
-    b"MM\0*": "TIFF",
-    b"II+\0": "TIFF",
-    b"MM\0+": "TIFF",
-}
-# Brands of AVIF and HEIC in the first box of a file, which lists all that it conforms to.
-_AVIF = frozenset({b"avif", b"avis"})
-_HEIC = frozenset({b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"})
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "I;16", "I;16B", "I;16L"})
 # Values of TIFF's tags: of SampleFormat, and of PhotometricInterpretation.
 _UNSIGNED, _UNDEFINED = 1, 4
@@ -101,18 +90,10 @@ def _kind_of(data: bytes) -> str | None:
     """Return the format that the first bytes announce; `None` if it is none of those that are read."""
     if not data:
         raise DecodingError("image.empty")
-    if data.startswith((b"GIF87a", b"GIF89a")):
-        raise DecodingError("image.format_gif")
-    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-        return "WEBP"
-    if data[4:8] == b"ftyp":
-        box = data[8 : min(int.from_bytes(data[:4], "big"), MAX_LINE_BYTES)]
-        brands = {box[start : start + 4] for start in range(0, len(box), 4)}
-        if brands & _AVIF:
-            return "AVIF"
-        if brands & _HEIC:
-            raise DecodingError("image.format_heic")
-    return next((kind for signature, kind in _SIGNATURES.items() if data.startswith(signature)), None)
+    kind = announced_format(data)
+    if kind in _NOT_READ:
+        raise DecodingError(_NOT_READ[kind])
+    return kind
 
 
 def _check_header(image: Image.Image) -> None:

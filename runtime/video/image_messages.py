@@ -1,4 +1,4 @@
-"""What this program and the process that decodes images share: limits, refusals, and messages.
+"""What this program and the process that decodes images share: limits, refusals, messages, and known formats.
 
 A message is a line of JSON, then bytes.
 """
@@ -16,6 +16,23 @@ MAX_PIXELS = 50_000_000
 # Of a line of JSON.
 MAX_LINE_BYTES = 1 << 16
 _MAX_BYTES = max(MAX_FILE_BYTES, 3 * MAX_PIXELS)
+# First bytes of images' files.
+_SIGNATURES = {
+    b"\xff\xd8\xff": "JPEG",
+    b"\x89PNG": "PNG",
+    b"BM": "BMP",
+    b"II*\0": "TIFF",
+    b"MM\0*": "TIFF",
+    b"II+\0": "TIFF",
+    b"MM\0+": "TIFF",
+    b"GIF87a": "GIF",
+    b"GIF89a": "GIF",
+}
+# Brands of AVIF and HEIC in the first box of a file, which lists all that it conforms to.
+_BRANDS = {
+    "AVIF": frozenset({b"avif", b"avis"}),
+    "HEIC": frozenset({b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1"}),
+}
 
 
 class DecodingError(Exception):
@@ -25,6 +42,21 @@ class DecodingError(Exception):
         super().__init__(code)
         self.code = code
         self.data = data
+
+
+def announced_format(data: bytes) -> str | None:
+    """Return the format of an image that the first bytes of a file announce, such as "PNG"; `None` if it is none.
+
+    Args:
+        data: the first bytes, `MAX_LINE_BYTES` or all.
+    """
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return "WEBP"
+    if data[4:8] == b"ftyp":
+        box = data[8 : min(int.from_bytes(data[:4], "big"), MAX_LINE_BYTES)]
+        brands = {box[start : start + 4] for start in range(0, len(box), 4)}
+        return next((kind for kind, known in _BRANDS.items() if brands & known), None)
+    return next((kind for signature, kind in _SIGNATURES.items() if data.startswith(signature)), None)
 
 
 def send(stream: IO[bytes], values: dict[str, Any], data: bytes = b"") -> None:

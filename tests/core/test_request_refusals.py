@@ -95,7 +95,7 @@ REFUSED: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("video", "", "request.video_file", {"value": "''"}),
     ("video", "sha256:boat", "request.input_reference", {"value": "'sha256:boat'"}),
     ("control", "sha256:boat", "request.input_reference", {"value": "'sha256:boat'"}),
-    ("mask", 3, "request.video_file", {"value": "3"}),
+    ("mask", 3, "request.mask_file", {"value": "3"}),
     ("references", "boat.png", "request.image_file", {"value": "'boat.png'"}),
     ("references", ["boat.png", ""], "request.image_file", {"value": "''"}),
     ("references", ["boat.png"] * 9, "request.too_many_images", {"count": 9, "most": 8}),

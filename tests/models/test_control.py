@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import ExifTags, Image
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.images import referenced
+from runtime.core.images import ImageUse, InputFile, VideoUse, referenced
 from runtime.core.request import GenerationRequest
 from runtime.models.catalogue import find, look_up
 from runtime.models.images import images_dir
 from runtime.models.requested import with_inputs
 from runtime.models.spec import ModelSpec
-from tests.image_files import saved
+from tests.image_files import bomb, encoded, picture, saved
 from tests.video.test_reader import H264, make
 
 Tiny = Callable[[str], ModelSpec]
@@ -40,6 +41,54 @@ def test_files_are_copied_under_their_digests(tiny: Tiny, tmp_path: Path) -> Non
     assert referenced(str(named.to_json())) == {spec.control.digest, spec.references[0].digest}
 
 
+def test_a_part_of_a_control_video_is_counted_from_its_start(tiny: Tiny, tmp_path: Path) -> None:
+    clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=16:duration=2"))
+    asked = request(control=str(clip), mask=str(clip), fps=8, frames=17, control_start=1.25)
+    spec = with_inputs(tiny("wan2.1-vace"), asked, tmp_path, tmp_path)
+    assert spec.control is not None and (spec.control.frames, spec.control.seconds) == (6, 2.0)
+    assert spec.mask == spec.control
+    with pytest.raises(InvalidRequestError) as refused:
+        with_inputs(tiny("wan2.1-vace"), asked.replace(control_start=2.5), tmp_path, tmp_path)
+    assert (refused.value.field, refused.value.code) == ("control_start", "control.starts_after_end")
+    assert (refused.value.data["file"], refused.value.data["start"]) == ("a.mp4", 2.5)
+
+
+def test_a_mask_is_a_video_or_an_image(tiny: Tiny, tmp_path: Path) -> None:
+    clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
+    spec, control = tiny("wan2.1-vace"), str(clip)
+
+    def mask_of(file: str) -> InputFile:
+        found = with_inputs(spec, request(control=control, mask=file, fps=8), tmp_path, tmp_path).mask
+        assert found is not None
+        return found
+
+    animated = make(tmp_path / "a.gif", inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
+    # The content counts, not the name.
+    misnamed = saved(tmp_path / "b.mp4", 50, 40)
+    cmyk = tmp_path / "c.jpg"
+    cmyk.write_bytes(encoded(picture().convert("CMYK"), "JPEG"))
+    turned, exif = tmp_path / "d.jpg", Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    turned.write_bytes(encoded(picture(80, 40), "JPEG", exif=exif))
+    kinds = {path.name: mask_of(str(path)) for path in (clip, animated, misnamed, cmyk, turned)}
+    assert [type(use) for use in kinds.values()] == [VideoUse, VideoUse, ImageUse, ImageUse, ImageUse]
+    assert (kinds["d.jpg"].width, kinds["d.jpg"].height) == (40, 80)
+    for use in kinds.values():
+        assert use.path == images_dir(tmp_path) / use.digest and mask_of(use.reference) == use
+    for content, code in (
+        (b"\0\0\0\x18ftypheic" + bytes(100), "image.format_heic"),
+        (encoded(picture(640, 480))[:1500], "image.damaged"),
+        (encoded(picture(900, 20)), "image.too_long"),
+        (bomb(10_000), "image.too_large"),
+        (b"", "source.empty"),
+        (b"a boat", "source.no_video"),
+    ):
+        (tmp_path / "x.png").write_bytes(content)
+        with pytest.raises(InvalidRequestError) as refused:
+            mask_of(str(tmp_path / "x.png"))
+        assert (refused.value.field, refused.value.code) == ("mask", code)
+
+
 def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny, tmp_path: Path) -> None:
     for field, value in (
         ("control", "none.mp4"),
@@ -47,6 +96,7 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
         ("references", ["none.png"]),
         ("control_scale", 0.5),
         ("preprocess", "gray"),
+        ("control_start", 1.5),
     ):
         for spec in (find("diorama", tmp_path), tiny("wan2.1"), look_up("ltx-2", tmp_path)):
             with pytest.raises(InvalidRequestError) as refused:
@@ -60,6 +110,7 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
     [
         ({"mask": "none.mp4"}, "mask", "control.mask_alone"),
         ({"preprocess": "edges"}, "preprocess", "control.preprocess_alone"),
+        ({"control_start": 0.5}, "control_start", "control.start_alone"),
         ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
         ({"control": "none.mp4"}, "control", "source.unreadable"),
         ({"references": ["none.png"]}, "references", "image.unreadable"),

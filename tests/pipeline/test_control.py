@@ -5,19 +5,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import WanVACEPipeline
 from PIL import Image
 
 from runtime.core.events import Failed, Paused, Resumed, StageStarted, StepDone, VideoSaved
+from runtime.core.images import ImageUse
+from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.control import with_control
+from runtime.models.control_frames import control_frames
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
 from runtime.pipeline.stages import control_clip
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.server.before_clips import make_before
 from runtime.video.mp4 import read_metadata
+from runtime.video.reader import read_info, read_video
+from tests.image_files import saved
 from tests.pipeline.killing import killed
 from tests.pipeline.test_from_video import Clip, final_latents, starve_encoding
 from tests.pipeline.test_out_of_memory import outs
@@ -41,6 +48,9 @@ def planned(spec: ModelSpec, folder: Path, *inputs: str, **values: Any) -> Clip:
     if "mask" in inputs:
         files["mask"] = str(folder / "mask.mp4")
         make(folder / "mask.mp4", *H264, inputs=("-f", "lavfi", "-i", _MASK))
+    if "still" in inputs:
+        files["mask"] = str(folder / "mask.png")
+        Image.linear_gradient("L").resize((64, 32)).save(folder / "mask.png")
     if "references" in inputs:
         files["references"] = [str(folder / "wide.png"), str(folder / "high.png")]
         Image.linear_gradient("L").convert("RGB").resize((93, 40)).save(folder / "wide.png")
@@ -81,6 +91,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "text only": ("wan2.1-vace", (), {}),
     "control": ("wan2.1-vace", ("control",), {}),
     "control and mask": ("wan2.1-vace", ("control", "mask"), {}),
+    "control and a mask that holds": ("wan2.1-vace", ("control", "still"), {}),
     "references": ("wan2.1-vace", ("references",), {"guidance_scale": 1.0}),
     "all": ("wan2.1-vace", ("control", "mask", "references"), {}),
     "scale": ("wan2.1-vace", ("control",), {"control_scale": 0.4, "guidance_scale": 1.0}),
@@ -115,8 +126,59 @@ def test_control_frames_are_made_where_a_mask_is_white(tiny: Tiny, tmp_path: Pat
     assert (masked.video[~changes] == plain.video[~changes]).all()
 
 
+def test_an_image_as_a_mask_holds_for_all_frames_and_is_fitted_as_the_video(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "wide.png", 128, 32)
+    plans = {
+        fit: planned(tiny("wan2.1-vace"), tmp_path, "control", mask=str(tmp_path / "wide.png"), image_fit=fit).plan
+        for fit in ("crop", "fit")
+    }
+    brightness = {}
+    for fit, plan in plans.items():
+        mask = control_clip(plan).mask
+        assert isinstance(plan.mask, ImageUse) and plan.mask.path.name == plan.mask.digest
+        assert mask is not None and mask.shape == (9, 32, 64) and (mask == mask[:1]).all()
+        # The stored plan of a job is the same.
+        assert ExecutionPlan.model_validate_json(plan.model_dump_json()).mask == plan.mask
+        brightness[fit] = float(mask[0, 0].float().mean())
+    assert brightness["crop"] > 30 and brightness["fit"] == 0
+    assert identity({}, plans["crop"]) != identity({}, planned(tiny("wan2.1-vace"), tmp_path, "control", "still").plan)
+
+
+def test_frames_one_by_one_are_those_of_the_job(tiny: Tiny, tmp_path: Path) -> None:
+    """The page shows them, and compares videos with them."""
+    spec, still = tiny("wan2.1-vace"), tmp_path / "still.png"
+    Image.linear_gradient("L").resize((80, 40)).save(still)
+    for inputs, values in (
+        (("control",), {"control_start": 0.5, "preprocess": "gray"}),
+        (("control", "mask"), {"preprocess": "edges", "image_position": 30, "width": 32}),
+        (("control",), {"mask": str(still), "preprocess": "edges"}),
+    ):
+        plan = planned(spec, tmp_path, *inputs, **values).plan
+        clip = control_clip(plan)
+        for every in (1, 4):
+            frames, masks = zip(*control_frames(plan, every=every), strict=True)
+            assert clip.video is not None and len(frames) == len(clip.video[::every])
+            assert (torch.stack([torch.from_numpy(np.array(frame)) for frame in frames]) == clip.video[::every]).all()
+            for mask, wanted in zip(masks, [None] * 9 if clip.changes is None else clip.changes[::every], strict=False):
+                assert (mask is None) == (wanted is None)
+                assert mask is None or ((torch.from_numpy(np.array(mask)) == 255) == wanted).all()
+
+
+def test_what_a_video_was_made_from_is_kept_as_a_clip(tiny: Tiny, tmp_path: Path) -> None:
+    plan = planned(tiny("wan2.1-vace"), tmp_path, "control", control_start=0.5).plan
+    assert make_before(plan.replace(control=None), tmp_path) is None
+    made = make_before(plan, tmp_path)
+    assert made is not None
+    (saved,) = read_video(read_info(made), 99)
+    frames = np.stack([np.asarray(frame) for frame, _ in control_frames(plan)])
+    assert saved.shape == frames.shape and abs(frames.astype(int) - saved).mean() < 6
+    before = made.stat().st_mtime_ns
+    assert make_before(plan, tmp_path) == made and made.stat().st_mtime_ns == before
+
+
 def test_checkpoints_belong_to_the_preprocessing(tiny: Tiny, tmp_path: Path) -> None:
     kinds = [planned(tiny("wan2.1-vace"), tmp_path, "control", preprocess=kind) for kind in ("off", "gray", "blur")]
+    kinds.append(planned(tiny("wan2.1-vace"), tmp_path, "control", control_start=0.1))
     assert len({identity({}, clip.plan) for clip in kinds}) == len(kinds)
 
 
@@ -171,6 +233,23 @@ def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, t
     assert killed(spec, plan, tmp_path / "killed", event="StepDone", count=2) == -9
     events = run(plan, spec, tmp_path / "killed")
     assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+
+
+@pytest.mark.slow
+def test_a_job_with_a_still_mask_survives_a_kill_and_a_lost_image(tiny: Tiny, tmp_path: Path) -> None:
+    clip = planned(tiny("wan2.1-vace"), tmp_path, "control", "still", guidance_scale=1.0)
+    (tmp_path / "mask.png").unlink()
+    assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
+    wanted = frames_of(clip.plan.output)
+    clip.plan.output.unlink()
+    assert killed(clip.spec, clip.plan, tmp_path / "killed", event="StepDone", count=2) == -9
+    events = run(clip.plan, clip.spec, tmp_path / "killed")
+    assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted
+    assert any(isinstance(event, Resumed) for event in events)
+    assert clip.plan.mask is not None
+    clip.plan.mask.path.unlink()
+    failed = run(clip.plan, clip.spec, None)[-1]
+    assert isinstance(failed, Failed) and (failed.fact.code, failed.internal) == ("image.gone", False)
 
 
 @pytest.mark.slow

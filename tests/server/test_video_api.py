@@ -221,12 +221,21 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
     steering = {"video_url": f"data:video/mp4;base64,{base64.b64encode(clip.read_bytes()).decode()}"}
     made = create(http, None, **fields, control=steering, references=[picture, picture], control_scale=0.5)
     http.delete(f"v1/videos/{made['id']}")
+    # A mask may be an image that holds for all frames.
+    made = create(http, None, **fields, control=steering, mask=picture)
+    http.delete(f"v1/videos/{made['id']}")
+    files = [("control", video), ("mask", (image.name, image.read_bytes(), "image/png"))]
+    answer = http.post("v1/videos", data=fields, files=files)
+    assert answer.status_code == 200, answer.text
+    http.delete(f"v1/videos/{answer.json()['id']}")
     for values, param, code in (
         ({"references": [picture] * 9}, "references", "request.too_many_images"),
         ({"references": ["/etc/passwd"]}, "references", "server.api_image"),
         ({"references": picture["image_url"]}, "references", "server.api_image"),
         ({"mask": steering}, "mask", "control.mask_alone"),
         ({"control": picture}, "control", "server.api_video"),
+        ({"control": steering, "mask": {**steering, **picture}}, "mask", "server.api_mask"),
+        ({"control": steering, "mask": {"image_url": "data:image/png;base64,AAAA"}}, "mask", "source.no_video"),
         ({"control": {"video_url": "data:video/mp4;base64,AAAA"}}, "control", "source.no_video"),
         ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
         ({"control_scale": "much"}, "control_scale", "request.not_numbers"),

@@ -77,6 +77,7 @@ GOOD: dict[str, Any] = {
     "control_scale": "1",
     "preprocess": "off",
     "overlap": "1",
+    "control_start": 0,
     "sound": "on",
     "size_from": "",
 }
@@ -382,11 +383,17 @@ def test_control_videos_are_read_for_models_that_they_steer(
     models: dict[str, ModelSpec], tiny: Callable[[str], ModelSpec]
 ) -> None:
     steered = {"wan2.1-vace": tiny("wan2.1-vace"), **models}
-    given = {"control": IMAGE, "mask": IMAGE, "references": f"{IMAGE}\n{IMAGE}", "control_scale": "1, 0.5"}
-    given["preprocess"] = "edges"
+    given: dict[str, Any] = {
+        "control": IMAGE,
+        "mask": IMAGE,
+        "references": f"{IMAGE}\n{IMAGE}",
+        "control_scale": "1, 0.5",
+    }
+    given |= {"preprocess": "edges", "control_start": 1.5}
     request = read(steered, model="wan2.1-vace", size_from="image", width=None, **given)
     assert (request.control, request.mask, request.references) == (IMAGE, IMAGE, (IMAGE, IMAGE))
     assert (request.control_scale, request.preprocess, request.width) == ((1.0, 0.5), "edges", AUTO)
+    assert request.control_start == 1.5
     restored = form.filled(request.to_json(), steered)
     assert {name: restored[name]["value"] for name in given} == given
     assert restored["size_from"]["value"] == "image"
@@ -398,6 +405,7 @@ def test_control_videos_are_read_for_models_that_they_steer(
     assert (basics.control, basics.mask, basics.references) == (None, None, (IMAGE, IMAGE))
     # What is made of a control video is not shown without one.
     assert basics.preprocess == read(steered, model="wan2.1-vace", preprocess="edges").preprocess == OFF
+    assert read(steered, model="wan2.1-vace", control_start=1.5).control_start == 0
     with pytest.raises(InvalidRequestError) as refused:
         read(steered, model="wan2.1-vace", control_scale="much")
     assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_numbers")

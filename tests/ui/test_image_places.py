@@ -62,7 +62,7 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     steered = tiny("wan2.1-vace")
     everything, visitors = places_html(steered, {}), places_html(steered, {}, videos=False)
     assert re.findall('data-place="([a-z]+)"', everything) == ["control", "mask", "references"]
-    assert everything.count('accept="video/*,.mkv"') == 2 and 'id="control-scale"' in everything
+    assert everything.count('accept="video/*,.mkv') == 2 and 'id="control-scale"' in everything
     assert re.findall('option value="([a-z]+)"', everything) == [*PREPROCESSING]
     assert re.findall('data-place="([a-z]+)"', visitors) == ["references"]
     assert 'id="control-scale"' not in places_html(tiny("wan2.1"), {})
@@ -123,6 +123,9 @@ def test_a_picture_of_a_kept_image_is_small(answers: ImageAnswers, tmp_path: Pat
     [
         {},
         {"what": "frame", "seconds": 1},
+        {"what": "moment", "video": "/etc/passwd", "seconds": 1},
+        {"what": "moment", "video": "sha256:0", "seconds": -1},
+        {"what": "moment", "video": "sha256:0", "seconds": float("nan")},
         {"what": "frame", "job": "12345678", "seconds": None},
         {"what": "picture", "image": ["a"]},
         {"what": "example"},

@@ -88,6 +88,9 @@ MESSAGES: Mapping[str, Message] = {
     "request.video_file": Message(
         "{field:setting} is not a file's name: {value}.", "Give the path of a video, such as an MP4."
     ),
+    "request.mask_file": Message(
+        "{field:setting} is not a file's name: {value}.", "Give the path of a video or an image, such as an MP4 or PNG."
+    ),
     "request.input_reference": Message(
         "{field:setting} is {value}, which names no file.", "Give a path, or sha256: and 64 hexadecimal digits."
     ),

@@ -355,6 +355,12 @@ _VIDEOS: Mapping[str, Message] = {
     "control.preprocess_alone": Message(
         "Control frames are made of a control video, and there is none.", "Give one with {set[control]}."
     ),
+    "control.start_alone": Message(
+        "{set[control_start]} is a second of a control video, and there is none.", "Give one with {set[control]}."
+    ),
+    "control.starts_after_end": Message(
+        "{file} has no frames after {start:g} s.", "Give an earlier second with {set[control_start]}."
+    ),
     "control.scales": Message(
         "{set[control_scale]} has {count} numbers; {model} has {blocks:n block} that read control videos.",
         "Give one number, or {blocks}.",

@@ -112,6 +112,11 @@ MESSAGES: Mapping[str, Message] = {
         "{field} is not a video.",
         'Send a file in a form, or {{"video_url": "data:video/mp4;base64,…"}} in JSON; no other address is fetched.',
     ),
+    "server.api_mask": Message(
+        "{field} is not a video or an image.",
+        'Send a file in a form, or {{"video_url": "data:video/mp4;base64,…"}} or '
+        '{{"image_url": "data:image/png;base64,…"}} in JSON; no other address is fetched.',
+    ),
     "server.api_query": Message("{name} is {value}: {problem}.", "See /v1/docs."),
     "server.api_idempotency_key": Message(
         "The Idempotency-Key is not valid.", "Use 1 to 255 printable ASCII characters."

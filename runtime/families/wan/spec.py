@@ -618,7 +618,7 @@ def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput |
             vae=vae,
             blocks=0,
             channels=vae.z_dim,
-            fields=("control", "face", "background", "mask", "overlap"),
+            fields=("control", "face", "background", "mask", "control_start", "overlap"),
             required=("control", "face"),
             masked="background",
             face_side=transformer.motion_encoder_size,
