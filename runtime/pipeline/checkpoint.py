@@ -313,7 +313,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= set() if plan.video or plan.control or plan.images else _IMAGE_FIELDS
     unused |= {"control_scale"} if plan.control_scale == CONTROL_SCALE else set()
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
-    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
+    unused |= set() if plan.keyframes else {"keyframe_seconds"}
+    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, "keyframes", *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}
     # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.

@@ -295,6 +295,7 @@ class PyTorchTimerFactory:
             loras=(),
             image=None,
             last_image=None,
+            keyframes=(),
             video=None,
             control=None,
             mask=None,

@@ -34,6 +34,8 @@ _OF_FIRST_PART = (
     "fps",
     "image",
     "last_image",
+    "keyframes",
+    "keyframe_seconds",
     "video",
     "strength",
     "loop",
@@ -87,6 +89,7 @@ class JobReplanner:
                 output=record.output,
                 image=spec.image,
                 last_image=spec.last_image,
+                keyframes=spec.keyframes,
                 extend=spec.extend,
                 video=spec.video,
                 control=spec.control,
@@ -158,6 +161,7 @@ def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
             for use in (
                 *(source.image, source.last_image, source.extend, source.video, source.control, source.mask),
                 *source.references,
+                *source.keyframes,
             )
         ]
         for source in (plan, spec)

@@ -288,6 +288,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
             *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, "control_scale", "preprocess")),
+            *((name, spec.takes_keyframes) for name in ("keyframes", "keyframe_seconds")),
         )
         if not there
     }
@@ -466,6 +467,8 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
         request["preprocess"] = OFF
+    if not request["keyframes"]:  # the form shows times with keyframes only
+        request["keyframe_seconds"] = ()
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):

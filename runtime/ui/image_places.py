@@ -42,7 +42,7 @@ _QUALITY = 85
 
 
 def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: bool = True) -> str:
-    """Return the places that a model has: for the first image, for the last one, and for videos and reference images.
+    """Return the places that a model has, for images and videos.
 
     Args:
         models: what the page offers, by name.
@@ -52,6 +52,8 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
     places = []
     if inputs is not None:
         places.append(("image", "First image" if inputs.last != "none" else FIELDS["image"].label, inputs.required))
+        if spec.takes_keyframes:
+            places.append(("keyframes", FIELDS["keyframes"].label, False))
         if inputs.last != "none":
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
         if videos:
@@ -71,6 +73,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         accepted=",".join((*MEDIA_TYPES, *SUFFIXES)),
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
+        keyframe_seconds=FIELDS["keyframe_seconds"] if spec.takes_keyframes else None,
         steering={name: FIELDS[name] for name in ("control_scale", "preprocess") if spec.control_input is not None},
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],

@@ -225,6 +225,8 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
         ({"references": [picture] * 9}, "references", "request.too_many_images"),
         ({"references": ["/etc/passwd"]}, "references", "server.api_image"),
         ({"references": picture["image_url"]}, "references", "server.api_image"),
+        ({"keyframes": [picture], "keyframe_seconds": [1]}, "keyframes", "image.model_without_keyframes"),
+        ({"keyframes": ["/etc/passwd"], "keyframe_seconds": [1]}, "keyframes", "server.api_image"),
         ({"mask": steering}, "mask", "control.mask_alone"),
         ({"control": picture}, "control", "server.api_video"),
         ({"control": {"video_url": "data:video/mp4;base64,AAAA"}}, "control", "source.no_video"),

@@ -348,6 +348,7 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         model_directory=planned.model_directory,
         image=planned.image,
         last_image=planned.last_image,
+        keyframes=planned.keyframes,
         extend=planned.extend,
         video=planned.video,
         control=planned.control,
