@@ -321,6 +321,8 @@ class Residency:
                     self.compile_seconds += transformer.compile_seconds
                     self.load_seconds += transformer.compile_seconds
                     transformer.forget()
+                if isinstance(denoiser, SharedDenoiser) and job.plan.speed.graphed:
+                    denoiser.forget()
                 self._drop_block_engines(spec, job.plan, name, planned)
 
     @contextmanager
