@@ -1,5 +1,5 @@
 // The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to change, or to steer
-// with. The form has their names, those of reference images in lines; the places show what the model will see of them.
+// with. The form has their names, those of keyframes and reference images in lines; the places show what the model will see of them.
 // Dropped files of other kinds are for restore.js.
 (() => {
   "use strict";
@@ -7,9 +7,10 @@
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "video", "control", "face", "background", "mask", "references"];
+  const FROM_IMAGE = "image", SEVERAL = ["keyframes", "references"];
   const STEERING = ["control", "face", "background", "mask", "references"], VIDEOS = ["video", ...STEERING.slice(0, 4)],
     SIZED = ["image", "video", "control"];
+  const FIELDS = ["image", "keyframes", "last_image", "extend", "video", ...STEERING];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
@@ -133,8 +134,16 @@
     const first = isFirst(field) ? { size_from: FROM_IMAGE } : {};
     const scales = field === "image" && !chosen("image") ? guidance(true) : field === "video" && chosen("image") ? guidance(false) : {};
     const others = STEERING.includes(field) ? {} : field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
-    const all = field === "references" && chosen(field) ? `${chosen(field)}\n${reference}` : reference;
-    tandem.apply({ ...others, [field]: all, ...first, ...scales, ...changes });
+    const all = SEVERAL.includes(field) && chosen(field) ? `${chosen(field)}\n${reference}` : reference;
+    const times = field === "keyframes" ? { keyframe_seconds: withTime() } : {};
+    tandem.apply({ ...others, [field]: all, ...times, ...first, ...scales, ...changes });
+  };
+
+  // The times of keyframes, with one for a further keyframe: halfway from the last one to the end.
+  const withTime = () => {
+    const times = value("keyframe_seconds") || "", end = value("frames") / value("fps");
+    const last = times ? Number(times.split(",").at(-1)) || 0 : 0;
+    return `${times}${times && ", "}${Number(((last + end) / 2).toFixed(2))}`;
   };
 
   // Returns what the server has kept of a file; nothing if it was refused, or if `isCurrent` no longer holds.
@@ -226,7 +235,12 @@
   });
   // While a slider moves, the form is a step behind.
   const SLIDERS = { "image-position": "image_position", strength: "strength", "control-start": "control_start" };
-  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", overlap: "overlap" };
+  const OPTIONS = {
+    "control-scale": "control_scale", preprocess: "preprocess", overlap: "overlap", "keyframe-seconds": "keyframe_seconds",
+  };
+  const SHOWN_WITH = {
+    control_scale: ["control", "references"], preprocess: ["control"], overlap: ["control"], keyframe_seconds: ["keyframes"],
+  };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
     if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });
@@ -284,7 +298,8 @@
       newest[field] = null;
       note("");
       tandem.unmark();
-      tandem.apply({ [field]: "", ...(field === "image" && guidance(false)), ...(field === "control" && { control_start: 0 }) });
+      const times = field === "keyframes" && { keyframe_seconds: "" };
+      tandem.apply({ [field]: "", ...times, ...(field === "image" && guidance(false)), ...(field === "control" && { control_start: 0 }) });
       ($(`#pick-${field}`) ?? $("#pick-image")).focus();
     }
     if (example) {
@@ -385,14 +400,14 @@
       if (examples) hide(examples, Boolean(reference));
       const input = $(`#pick-${field}`);
       if (!input) continue;
-      write($("label.button span", node), !reference ? "Choose" : field === "references" ? "Add" : "Replace");
+      write($("label.button span", node), !reference ? "Choose" : SEVERAL.includes(field) ? "Add" : "Replace");
       const described = tandem.marked(input).trim();
       if (described) set(input, "aria-describedby", described); else input.removeAttribute("aria-describedby");
     }
     for (const [id, field] of Object.entries(OPTIONS)) {
       const option = $(`#${id}`);
       if (!option) continue;
-      hide(option.closest(".steering"), !(field === "control_scale" ? ["control", "references"] : ["control"]).some(chosen));
+      hide(option.closest(".steering"), !SHOWN_WITH[field].some(chosen));
       const now = value(field) ?? "";
       if (option.value !== now && document.activeElement !== option) option.value = now;
     }

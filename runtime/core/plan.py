@@ -20,6 +20,7 @@ from runtime.core.estimates import BackendSeconds, MemoryStrategy, Seconds, Stag
 from runtime.core.facts import Fact, short
 from runtime.core.frozen import FrozenModel
 from runtime.core.images import CROP, MIDDLE, ClipPart, ImageUse, InputFile, VideoUse, by_field, field_of, input_key
+from runtime.core.keyframes import first_frame, latent_at
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import (
@@ -332,6 +333,7 @@ class ResolvedRequest(FrozenModel):
         upscale: how many times larger the frames become; "off" for not at all.
         upscaler: the name of what enlarges them; "auto" if nothing does.
         image, last_image: what the video starts from and ends with.
+        keyframes, keyframe_seconds: what the video is guided towards between them, and when, in seconds.
         image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
         extend: the video that this one continues; `image` is its last frame then.
         video: what the video is made from, beside the prompt.
@@ -367,6 +369,8 @@ class ResolvedRequest(FrozenModel):
     upscaler: str = AUTO
     image: ImageUse | None = None
     last_image: ImageUse | None = None
+    keyframes: tuple[ImageUse, ...] = ()
+    keyframe_seconds: tuple[float, ...] = ()
     image_fit: str = CROP
     image_position: float = MIDDLE
     extend: VideoUse | None = None
@@ -384,8 +388,9 @@ class ResolvedRequest(FrozenModel):
 
     @property
     def images(self) -> Mapping[str, ImageUse]:
-        """The images by the field of the request."""
-        by_field = {"image": self.image, "last_image": self.last_image}
+        """The images by the field of the request, in the order of their latents; see `inputs` for keyframes."""
+        keyframes = {input_key("keyframes", number): use for number, use in enumerate(self.keyframes)}
+        by_field = {"image": self.image, **keyframes, "last_image": self.last_image}
         return {field: use for field, use in by_field.items() if use is not None}
 
     @property
@@ -571,6 +576,21 @@ class ExecutionPlan(ResolvedRequest):
         return default_crf(self.width, self.height) if self.request.crf == AUTO else self.crf
 
     @property
+    def keyframe_places(self) -> Mapping[str, int]:
+        """Numbers of frames, from 0, by the images that the video is guided towards there; empty without keyframes.
+
+        The last image of a clip with sound is one, at the first frame of the last latent frame.
+        """
+        if self.sound_shape is None or not {*self.images} - {"image"}:
+            return {}
+        latents = self.latent_shape[2]
+        stride = (self.frames - 1) // (latents - 1)
+        places = [latent_at(seconds, self.fps, stride, latents) for seconds in self.keyframe_seconds]
+        by_key = {input_key("keyframes", number): place for number, place in enumerate(places)}
+        by_key |= {} if self.last_image is None else {"last_image": latents - 1}
+        return {key: first_frame(latent, stride) for key, latent in by_key.items()}
+
+    @property
     def total_steps(self) -> int:
         """Denoising steps of the whole video; `denoising_steps` is the number for each section, or the first stage."""
         return self.denoising_steps * self.sections + (0 if self.refinement is None else len(self.refinement.levels))
@@ -694,7 +714,8 @@ class ExecutionPlan(ResolvedRequest):
         used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
-        used |= {"references": [], "control_scale": list(self.control_scale), **self.input_references}
+        used |= {"references": [], "control_scale": list(self.control_scale)}
+        used |= {"keyframes": [], "keyframe_seconds": list(self.keyframe_seconds), **self.input_references}
         used |= {} if self.extend is None else {"image": None}  # it follows
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
@@ -734,6 +755,7 @@ class ExecutionPlan(ResolvedRequest):
             else {**self.split.model_dump(mode="json"), "reason": str(self.split.reason)},
             "loras": [use.summary() for use in self.loras],
             "images": {field: use.summary() for field, use in self.images.items()},
+            "keyframes": dict(self.keyframe_places),
             "video": None if self.video is None else self.video.summary(),
             "control": {key: use.summary() for key, use in self.inputs.items() if field_of(key) in CONTROL_FIELDS},
             "parts": [part.model_dump() for part in self.parts],

@@ -119,6 +119,7 @@ CONTROL_SCALE, MAX_CONTROL_SCALE, MAX_CONTROL_BLOCKS = (1.0,), 4.0, 512
 MAX_REFERENCES = 8
 # The latest second of a control video at which it can begin to be used.
 MAX_CONTROL_START = 3_600.0
+MAX_KEYFRAMES = 16
 # The fields of files that steer a video.
 CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
 CONTROL_VIDEOS = ("control", "face", "background", "mask")
@@ -507,6 +508,34 @@ class GenerationRequest(FrozenModel):
             docs="models.md#start-from-an-image",
         ),
     ] = None
+    keyframes: Annotated[
+        tuple[str, ...],
+        ImageFiles(
+            label="Keyframes",
+            help="Guide the video towards this image at this time. Only some models can.",
+            group="image",
+            flag="--keyframe",
+            metavar="FILE@SECONDS",
+            unset="none",
+            docs="models.md#keyframes",
+            most=MAX_KEYFRAMES,
+        ),
+    ] = ()
+    keyframe_seconds: Annotated[
+        tuple[float, ...],
+        Scales(
+            label="Keyframe times",
+            help="When the keyframes are reached, in seconds from the start of the video: one number for each, with "
+            "commas between them.",
+            group="image",
+            unset="none",
+            docs="models.md#keyframes",
+            low=0,
+            high=MAX_SECONDS,
+            most=MAX_KEYFRAMES,
+            least=0,
+        ),
+    ] = ()
     image_fit: Annotated[
         str,
         Choice(
@@ -847,3 +876,4 @@ FIELDS: Mapping[str, RequestField] = MappingProxyType(_declarations())
 facts.OPTIONS.update({name: declared.flag for name, declared in FIELDS.items() if declared.flag})
 facts.OPTIONS["prompt"] = "PROMPT"
 facts.OPTIONS["guidance_scale_2"] = FIELDS["guidance_scale"].flag
+facts.OPTIONS["keyframe_seconds"] = FIELDS["keyframes"].flag

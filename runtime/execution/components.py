@@ -9,13 +9,14 @@ import torch
 from PIL.Image import Image
 
 from runtime.core.facts import Fact
-from runtime.core.plan import Speed
+from runtime.core.plan import ComponentPlan, Speed
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.step_caches import Sharing
 from runtime.execution.streams import Streams
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
+from runtime.models.row_operations import RowCall
 from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
 from runtime.video.preprocessing import CHANGES_ABOVE
@@ -341,6 +342,15 @@ class Components(Protocol):
 
         Args:
             tile, check, chunk: see `VideoEncoder`.
+        """
+
+    def row_calls(self, spec: ModelSpec, part: ComponentPlan, speed: Speed) -> Iterator[RowCall]:
+        """Yield the operations of `row_operations` that kernels compute in blocks that are not compiled.
+
+        Those of attention in FP8 are left out.
+
+        Args:
+            part: a transformer's.
         """
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:

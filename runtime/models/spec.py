@@ -283,7 +283,8 @@ class ImageInput:
         required: whether the model makes no video without an image.
         last: whether a last image can be given. As a "keyframe" it is optional, also without a first one: the
             transformer is given its latents as a further latent frame, whose timestep is 0, at the place of the clip's
-            last latent frame. The video comes close to it and does not end on exactly it.
+            last latent frame. The video comes close to it and does not end on exactly it. Such a model takes keyframes
+            at other latent frames too.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
         crf: constant rate factor of H.264 with which images are compressed before they are encoded, as in the training;
             `None` for not at all.
@@ -508,7 +509,7 @@ class ModelSpec:
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         sound: what it makes with the frames; `None` if its videos are silent.
-        image, last_image: the images of one request, see `models.images.with_images`.
+        image, last_image, keyframes: the images of one request, see `models.images.with_images`.
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
         control_input: how it is steered by a control video; `None` if it cannot.
@@ -561,6 +562,7 @@ class ModelSpec:
     sound: SoundSpec | None = None
     image: ImageUse | None = None
     last_image: ImageUse | None = None
+    keyframes: tuple[ImageUse, ...] = ()
     video_input: VaeEncoderSpec | None = None
     video: VideoUse | None = None
     control_input: ControlInput | None = None
@@ -631,7 +633,7 @@ class ModelSpec:
         """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""
         unused = {IMAGE_ENCODER, VAE_ENCODER} if self.control_input is None else {IMAGE_ENCODER}
         text = {name: program for name, program in self.programs.items() if name not in unused}
-        return replace(self, programs=text, image=None, last_image=None, video=None)
+        return replace(self, programs=text, image=None, last_image=None, keyframes=(), video=None)
 
     def from_video(self, video: VideoUse) -> "ModelSpec":
         """Return the model as a video from another one needs it: with the VAE's encoder, and without engines for it."""
@@ -697,8 +699,8 @@ class ModelSpec:
 
     @property
     def images(self) -> tuple[ImageUse, ...]:
-        """The request's images: the first, and the last if there is one."""
-        return tuple(image for image in (self.image, self.last_image) if image is not None)
+        """The request's images: the first, keyframes, and the last, as far as there are any."""
+        return tuple(image for image in (self.image, *self.keyframes, self.last_image) if image is not None)
 
     @property
     def inputs(self) -> tuple[InputFile, ...]:
@@ -834,9 +836,14 @@ class ModelSpec:
         return Sections(self.sections(frames), order, self.section.latent_frames, self.vae.scale_factor_temporal)
 
     @property
-    def has_keyframe(self) -> bool:
-        """Whether the request's last image is a keyframe, see `ImageInput.last`."""
-        return self.last_image is not None and self.image_input is not None and self.image_input.last == "keyframe"
+    def takes_keyframes(self) -> bool:
+        """Whether a last image is a keyframe, and others can be given, see `ImageInput.last`."""
+        return self.image_input is not None and self.image_input.last == "keyframe"
+
+    @property
+    def keyframe_count(self) -> int:
+        """How many keyframes the request has, with its last image."""
+        return len(self.keyframes) + (self.last_image is not None) if self.takes_keyframes else 0
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
         """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
@@ -860,5 +867,5 @@ class ModelSpec:
     def tokens_of(self, latent: tuple[int, int, int]) -> int:
         """Return the length of the transformer's sequence for a clip of (frames, height, width) in latents."""
         frames, *sides = latent
-        grid = (frames + self.has_keyframe, *sides)
+        grid = (frames + self.keyframe_count, *sides)
         return prod(size // patch for size, patch in zip(grid, self.transformer.patch_size, strict=True))

@@ -97,7 +97,7 @@ def with_video(
     """
     if request.video is None:
         return spec
-    if request.image is not None or request.last_image is not None:
+    if request.image is not None or request.last_image is not None or request.keyframes:
         raise InvalidRequestError(FIELD, "source.with_image")
     if spec.video_input is None:
         able = [model.name for model in all_models(weights_dir) if model.video_input is not None]

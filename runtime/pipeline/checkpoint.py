@@ -321,7 +321,8 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
     unused |= {"overlap"} if plan.request.overlap == OVERLAP or plan.sections == 1 else set()
     unused |= set() if plan.control_start else {"control_start"}
-    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
+    unused |= set() if plan.keyframes else {"keyframe_seconds"}
+    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, "keyframes", *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}
     # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.

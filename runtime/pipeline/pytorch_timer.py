@@ -295,6 +295,7 @@ class PyTorchTimerFactory:
             loras=(),
             image=None,
             last_image=None,
+            keyframes=(),
             video=None,
             **cast("dict[str, Any]", dict.fromkeys(CONTROL_VIDEOS)),
             references=(),

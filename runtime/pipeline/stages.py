@@ -17,7 +17,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import BadResultError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import VideoUse
+from runtime.core.images import VideoUse, field_of
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
@@ -184,7 +184,7 @@ def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Im
         InvalidRequestError: if one cannot be read.
     """
     return [
-        fitted(open_image(use, field, check), plan.width, plan.height, plan.image_fit, plan.image_position)
+        fitted(open_image(use, field_of(field), check), plan.width, plan.height, plan.image_fit, plan.image_position)
         for field, use in plan.images.items()
     ]
 

@@ -213,7 +213,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
             return _control_flops(spec, latent) * times_decoded(*latent[1:], tile)
         whole = spec.input_encoder.encode_flops(*_encoded_clip(spec, latent), video=spec.video is not None)
         # Images that are not frames of one clip are encoded one after the other.
-        calls = len(spec.images) if spec.has_keyframe else 1
+        calls = len(spec.images) if spec.keyframe_count else 1
         return calls * whole * times_decoded(*latent[1:], tile)
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial

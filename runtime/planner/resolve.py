@@ -218,6 +218,7 @@ class _Settings:
         fps = clip.fps_for(request, spec)
         frames = clip.frames_for(request, spec, fps)
         clip.check_size(spec, width, height, frames)
+        clip.check_keyframes(request, spec, frames, fps)
         steps = _or(request.steps, spec.defaults.steps)
         clip.check_steps(spec, steps)
         guidance, guidance_2, embedded_guidance = _guidance(request, spec)
@@ -343,6 +344,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     assert spec.stages == int(request.stages), "a spec in another number of stages: see `models.requested`"
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     assert len(request.references) == len(spec.references), "a spec without its request's reference images"
+    assert len(request.keyframes) == len(spec.keyframes), "a spec without its request's keyframes"
     for field in ("image", "last_image", "extend", "video", *CONTROL_VIDEOS):
         # An extended video's last frame is the image, and a loop's image is the last one.
         follows = (field == "image" and request.extend is not None) or (field == "last_image" and request.loop != OFF)
@@ -441,6 +443,8 @@ def _plan(
         crf=default_crf(settings.width, settings.height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
         last_image=spec.last_image,
+        keyframes=spec.keyframes,
+        keyframe_seconds=request.keyframe_seconds,
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
         loop=request.loop,

@@ -34,6 +34,8 @@ _OF_FIRST_PART = (
     "fps",
     "image",
     "last_image",
+    "keyframes",
+    "keyframe_seconds",
     "video",
     "strength",
     "loop",
@@ -89,6 +91,7 @@ class JobReplanner:
                 output=record.output,
                 image=spec.image,
                 last_image=spec.last_image,
+                keyframes=spec.keyframes,
                 extend=spec.extend,
                 video=spec.video,
                 **{field: getattr(spec, field) for field in CONTROL_VIDEOS},
@@ -160,6 +163,7 @@ def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
                 *(source.image, source.last_image, source.extend, source.video),
                 *(getattr(source, field) for field in CONTROL_VIDEOS),
                 *source.references,
+                *source.keyframes,
             )
         ]
         for source in (plan, spec)

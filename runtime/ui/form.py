@@ -289,6 +289,7 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
             *((name, name in steering) for name in (*CONTROL_FIELDS, *CONTROL_OPTIONS)),
+            *((name, spec.takes_keyframes) for name in ("keyframes", "keyframe_seconds")),
         )
         if not there
     }
@@ -467,6 +468,8 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
         request["extend"] = None
     if request["control"] is None:  # the form shows it with a control video only
         request |= {"preprocess": OFF, "control_start": 0}
+    if not request["keyframes"]:  # the form shows times with keyframes only
+        request["keyframe_seconds"] = ()
     if request["extend"] is not None:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):

@@ -38,7 +38,7 @@ AGES = (7, 30, 90, 365)
 # Videos of earlier versions have no value for these fields.
 _DEFAULTS_OF_NEWER: Mapping[str, Any] = {
     "upscaler": AUTO, "strength": STRENGTH, "stages": "1", "references": (), "control_scale": CONTROL_SCALE,
-    "preprocess": OFF, "control_start": 0.0, "overlap": OVERLAP,
+    "preprocess": OFF, "control_start": 0.0, "overlap": OVERLAP, "keyframes": (), "keyframe_seconds": (),
 }  # fmt: skip
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48

@@ -46,7 +46,7 @@ _QUALITY = 85
 
 
 def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: bool = True) -> str:
-    """Return the places that a model has: for the first image, for the last one, and for videos and reference images.
+    """Return the places that a model has, for images and videos.
 
     Args:
         models: what the page offers, by name.
@@ -57,6 +57,8 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
     if inputs is not None:
         title = "First image" if inputs.last != "none" else FIELDS["image"].label
         places.append(("image", title if spec.starts_from_images else "Character", inputs.required))
+        if spec.takes_keyframes:
+            places.append(("keyframes", FIELDS["keyframes"].label, False))
         if inputs.last != "none":
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
         if videos and spec.starts_from_images:
@@ -77,6 +79,7 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
         accepted={field: _accepted(field) for field, _, _ in places},
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
+        keyframe_seconds=FIELDS["keyframe_seconds"] if spec.takes_keyframes else None,
         steering={
             name: FIELDS[name]
             for name in CONTROL_OPTIONS

@@ -70,6 +70,8 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "upscaler": ("auto", st.sampled_from(["auto", "none", "../x", "/etc/passwd"]) | JSON),
     "image": (None, IMAGE),
     "last_image": (None, IMAGE),
+    "keyframes": (None, IMAGE | st.lists(IMAGE, max_size=17)),
+    "keyframe_seconds": (None, st.sampled_from([[], "", 1, "1, 0.5", [0.5, 2], 601, -1, "1,", [[1]]]) | JSON),
     "image_fit": ("crop", st.sampled_from(["crop", "fit", ""]) | JSON),
     "extend": (None, IMAGE),
     "video": (None, IMAGE),

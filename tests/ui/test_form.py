@@ -69,6 +69,8 @@ GOOD: dict[str, Any] = {
     "extend": "",
     "video": "",
     "strength": 0.6,
+    "keyframes": "",
+    "keyframe_seconds": "",
     "control": "",
     "face": "",
     "background": "",
@@ -108,6 +110,7 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
+    read_values |= {"keyframes": (), "keyframe_seconds": ()}
     read_values |= dict.fromkeys(("control", "face", "background", "mask"))
     read_values |= {"references": (), "control_scale": (1.0,)}
     assert request == GenerationRequest(**(plain | read_values))
@@ -428,6 +431,24 @@ def test_videos_of_a_character_are_read_for_models_that_take_them(
     assert {name: restored[name]["value"] for name in given} == given
     steered = read(offered, model="wan2.1-vace", **given)
     assert (steered.image, steered.face, steered.background, steered.mask) == (None, None, None, IMAGE)
+
+
+def test_keyframes_of_the_form_and_their_times_are_read_and_restored(able: dict[str, ModelSpec]) -> None:
+    given = {"keyframes": f"{IMAGE}\n{IMAGE}", "keyframe_seconds": "1, 2.5"}
+    # The form shows no place for what a model does not take.
+    plain = read(able, **given)
+    assert (plain.keyframes, plain.keyframe_seconds) == ((), ())
+    spec = able[GOOD["model"]]
+    assert spec.image_input is not None
+    guided = able | {GOOD["model"]: replace(spec, image_input=replace(spec.image_input, last="keyframe"))}
+    request = read(guided, **given)
+    assert (request.keyframes, request.keyframe_seconds) == ((IMAGE, IMAGE), (1.0, 2.5))
+    restored = form.filled(request.to_json(), guided)
+    assert {name: restored[name]["value"] for name in given} == given
+    assert read(guided, keyframe_seconds="1").keyframe_seconds == ()
+    with pytest.raises(InvalidRequestError) as refused:
+        read(guided, **given | {"keyframe_seconds": "soon"})
+    assert (refused.value.field, refused.value.code) == ("keyframe_seconds", "request.not_numbers")
 
 
 def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSpec]) -> None:

@@ -57,8 +57,10 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     optional, required = places(), places(required=True, last="required")
     assert optional.count("data-place") == 2 and "required" not in optional  # one is of a video to extend
     assert required.count("data-place") == 3 and required.count('aria-required="true"') == 2
-    for last in ("optional", "keyframe"):
-        assert places(last=last).count("data-place") == 3 and "required" not in places(last=last)
+    for last, further in (("optional", []), ("keyframe", ["keyframes"])):
+        made = places(last=last)
+        assert re.findall('data-place="([a-z_]+)"', made) == ["image", *further, "last_image", "extend"]
+        assert "required" not in made and ('id="keyframe-seconds"' in made) == bool(further)
     steered = tiny("wan2.1-vace")
     everything, visitors = places_html(steered, {}), places_html(steered, {}, videos=False)
     assert re.findall('data-place="([a-z]+)"', everything) == ["control", "mask", "references"]

@@ -283,6 +283,12 @@ _IMAGES: Mapping[str, Message] = {
     "image.model_without_last": Message(
         "{model} does not end with an image.", "Leave {set[last_image]} out, or select another model."
     ),
+    "image.model_without_keyframes": Message(
+        "{model} takes no keyframes.", "Leave {set[keyframes]} out, or select a model that takes them, such as LTX-2."
+    ),
+    "image.keyframe_times": Message(
+        "There are {count:n keyframe} and {times:n time}.", "Give a time in seconds for each keyframe."
+    ),
     "image.no_model": Message("{model} does not start from an image.", "Leave the image out."),
     "image.not_kept": Message(
         "The image cannot be written to {folder}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."

@@ -244,6 +244,11 @@ class Rank:
         self._step_caches[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
         return {}, []
 
+    def forget(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Free what a transformer caches for a clip, and its CUDA graphs."""
+        self._denoisers[task["name"]].forget()
+        return {}, []
+
     def see_section(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Set what a section of a video is sampled from; `tensors` are those of `SectionInputs`, in its order."""
         clean, history_2x, history_4x, image_embeds = (tensor.to(self._device) for tensor in tensors)
@@ -338,6 +343,7 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
         "load": rank.load,
         "free": rank.free,
         "cache": rank.cache,
+        "forget": rank.forget,
         "see_section": rank.see_section,
         "see_streams": rank.see_streams,
         "steer": rank.steer,

@@ -349,6 +349,7 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         model_directory=planned.model_directory,
         image=planned.image,
         last_image=planned.last_image,
+        keyframes=planned.keyframes,
         extend=planned.extend,
         video=planned.video,
         **{field: getattr(planned, field) for field in CONTROL_VIDEOS},
