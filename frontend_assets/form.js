@@ -306,8 +306,9 @@
   });
   tandem.marked = (input) => marked?.input === input ? ` ${marked.line.id}` : "";
   // The plan names the field too, but not while it is being typed.
-  tandem.planned = ({ field, problem, size }) => {
+  tandem.planned = ({ field, problem, size, control }) => {
     tandem.plannedSize(size ?? null);
+    tandem.plannedControl(control ?? null);
     tandem.showForm();
     const recovery = !problem && document.body.classList.contains("unplannable");
     document.body.classList.toggle("unplannable", Boolean(problem));

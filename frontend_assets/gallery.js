@@ -232,7 +232,7 @@
   };
   document.addEventListener("close", closed, true);
   document.addEventListener("click", (event) => {
-    if (event.target.matches("dialog.viewer")) event.target.close();  // the background
+    if (event.target.matches("dialog.viewer:not(#mask-editor)")) event.target.close();  // the background
   });
   document.addEventListener("keydown", (event) => {
     if (!box()?.open || event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return;

@@ -1,5 +1,5 @@
 // The images of Make: dropped, pasted, picked, an example, or a frame of a video; or a video to change, or to steer
-// with. The form has their names, those of reference images in lines; the places show what the model will see of them.
+// with. The form has their names, those of keyframes and reference images in lines; the places show what the model will see of them.
 // Dropped files of other kinds are for restore.js.
 (() => {
   "use strict";
@@ -7,8 +7,10 @@
   const PICTURES = "tandem.pictures", KEPT = 6, SIDE = 512, QUALITY = 0.85;
   const CUT = 0.005;   // a smaller share that is cut cannot be seen
   const NAME = 100;    // longer names of files are cut
-  const FROM_IMAGE = "image", FIELDS = ["image", "last_image", "extend", "join", "video", "control", "mask", "references"];
-  const STEERING = ["control", "mask", "references"], VIDEOS = ["join", "video", "control", "mask"], SIZED = ["image", "video", "control"];
+  const FROM_IMAGE = "image", SEVERAL = ["keyframes", "references"];
+  const STEERING = ["control", "face", "background", "mask", "references"], VIDEOS = ["join", "video", ...STEERING.slice(0, 4)],
+    SIZED = ["image", "video", "control"];
+  const FIELDS = ["image", "keyframes", "last_image", "extend", "join", "video", ...STEERING];
   const IMAGE = /\.(jpe?g|png|webp|avif|bmp|tiff?|gif|hei[cf])$/i;
   const VIDEO = /\.(mp4|m4v|mov|mkv|webm|avi|mpe?g|ogv|3gp)$/i;
   const $ = (selector, parent = document) => parent.querySelector(selector);
@@ -53,7 +55,7 @@
   // Questions to the server, one at a time.
   const questions = [];
   let asking = null;
-  const ask = (question) => new Promise((resolve) => { questions.push({ question, resolve }); next(); });
+  const ask = tandem.askImage = (question) => new Promise((resolve) => { questions.push({ question, resolve }); next(); });
   const next = () => {
     if (asking || !questions.length || !$("#ask-image")) return;
     asking = { ...questions.shift(), id: `${Date.now()}-${Math.random()}` };
@@ -132,8 +134,16 @@
     const first = isFirst(field) ? { size_from: FROM_IMAGE } : {};
     const scales = field === "image" && !chosen("image") ? guidance(true) : field === "video" && chosen("image") ? guidance(false) : {};
     const others = [...STEERING, "join"].includes(field) ? {} : field === "video" ? { image: "", last_image: "", extend: "" } : { extend: "", video: "" };
-    const all = field === "references" && chosen(field) ? `${chosen(field)}\n${reference}` : reference;
-    tandem.apply({ ...others, [field]: all, ...first, ...scales, ...changes });
+    const all = SEVERAL.includes(field) && chosen(field) ? `${chosen(field)}\n${reference}` : reference;
+    const times = field === "keyframes" ? { keyframe_seconds: withTime() } : {};
+    tandem.apply({ ...others, [field]: all, ...times, ...first, ...scales, ...changes });
+  };
+
+  // The times of keyframes, with one for a further keyframe: halfway from the last one to the end.
+  const withTime = () => {
+    const times = value("keyframe_seconds") || "", end = value("frames") / value("fps");
+    const last = times ? Number(times.split(",").at(-1)) || 0 : 0;
+    return `${times}${times && ", "}${Number(((last + end) / 2).toFixed(2))}`;
   };
 
   // Returns what the server has kept of a file; nothing if it was refused, or if `isCurrent` no longer holds.
@@ -174,15 +184,19 @@
     const { video = upload.image, width, height, seconds } = upload;
     const { picture: url = "" } = await ask({ what: "picture", video });
     if (newest[field] !== turn) return;
-    const changes = noLonger(seconds);
+    const changes = { ...noLonger(seconds), ...(field === "control" && { control_start: 0 }) };
     note([sizeNote(field), changes.frames ? "The length follows the video." : "", line].filter(Boolean).join(" "));
     use(field, video, { url, width, height, seconds }, changes);
+    return video;
   };
   // A clip is not longer than the video that it is made from.
   const noLonger = (seconds) => {
     const frames = Math.round((seconds ?? Infinity) * value("fps")), stride = Number($("#field-frames input")?.step) || 1;
     return frames < value("frames") ? { frames: Math.floor((frames - 1) / stride) * stride + 1 } : {};
   };
+  // Takes a mask that was drawn.
+  tandem.takeMask = (file) => takeVideo(file, "mask");
+  tandem.pictureOf = (field) => pictures[digestOf(chosen(field))];
   // Takes a video that was dropped; returns whether the model starts from one, or is steered by one.
   tandem.takeVideo = (file) => {
     const field = ["video", "control"].find(place);
@@ -220,11 +234,15 @@
     target.value = "";
   });
   // While a slider moves, the form is a step behind.
-  const SLIDERS = { "image-position": "image_position", strength: "strength" };
-  const OPTIONS = { "control-scale": "control_scale", preprocess: "preprocess", outpaint: "outpaint", "extend-frames": "extend_frames" };
-  // The places without which an option has no effect.
-  const NEEDS = { control_scale: ["control", "references", "image", "last_image", "extend"], preprocess: ["control"],
-    outpaint: ["control"], extend_frames: ["extend"] };
+  const SLIDERS = { "image-position": "image_position", strength: "strength", "control-start": "control_start" };
+  const OPTIONS = {
+    "control-scale": "control_scale", preprocess: "preprocess", overlap: "overlap", "keyframe-seconds": "keyframe_seconds",
+    outpaint: "outpaint", "extend-frames": "extend_frames",
+  };
+  const SHOWN_WITH = {
+    control_scale: ["control", "references", "extend"], preprocess: ["control"], overlap: ["control"], keyframe_seconds: ["keyframes"],
+    outpaint: ["control"], extend_frames: ["extend"],
+  };
   const moving = {};
   document.addEventListener("input", ({ target }) => {
     if (OPTIONS[target.id]) tandem.apply({ [OPTIONS[target.id]]: target.value });
@@ -282,7 +300,8 @@
       newest[field] = null;
       note("");
       tandem.unmark();
-      tandem.apply({ [field]: "", ...(field === "image" && guidance(false)) });
+      const times = field === "keyframes" && { keyframe_seconds: "" };
+      tandem.apply({ [field]: "", ...times, ...(field === "image" && guidance(false)), ...(field === "control" && { control_start: 0 }) });
       ($(`#pick-${field}`) ?? $("#pick-image")).focus();
     }
     if (example) {
@@ -361,13 +380,14 @@
       // A control video can have given frames at its start and its end.
       const start = main() === "control" ? "image" : main();
       const unused = start === "image" ? field === "extend" || Boolean(field === "video" && chosen("image")) : field !== start;
-      // A mask is for a control video.
-      const needed = { mask: "control", join: "extend" }[field];
-      hide(node, [...STEERING, "join"].includes(field) ? Boolean(needed) && !chosen(needed) && !reference : unused);
+      // A mask is for a background video, or for a control video. The image of a character is for both.
+      const needed = { mask: place("background") ? "background" : "control", join: "extend" }[field];
+      const steers = STEERING.includes(field) || field === "join" || (field === "image" && place("face"));
+      hide(node, steers ? Boolean(needed) && !chosen(needed) && !reference : unused);
       node.classList.toggle("given", Boolean(reference));
       hide(seen, !shownPicture?.url);
       if (shownPicture?.url) {
-        set(image, "src", shownPicture.url);
+        set(image, "src", (field === "control" && tandem.controlFrame()) || shownPicture.url);
         set(image, "alt", `${nameOf(reference)}, as the model sees it`);
         set(seen, "style", `--width:${size[0]};--height:${size[1]}`);
         set(image, "style", `object-fit:${fit === "fit" ? "contain" : "cover"};object-position:${fit === "fit" ? 50 : at}% ${fit === "fit" ? 50 : at}%`);
@@ -376,20 +396,21 @@
       const length = shownPicture?.seconds ? `, ${shownPicture.seconds.toFixed(1)} s` : "";
       const empty = VIDEOS.includes(field) ? "or drop it here" : "or drop or paste it";
       write($(".what", node), reference ? `${nameOf(reference)}${length}` : empty);
+      if (field === "control") tandem.showControl(shownPicture?.seconds, moving.control_start);
       if (field === "video") showStrength($(".strength", node), Boolean(reference));
       hide($("[data-clear]", node), !reference);
       const examples = $(".examples", node);
       if (examples) hide(examples, Boolean(reference));
       const input = $(`#pick-${field}`);
       if (!input) continue;
-      write($("label.button span", node), !reference ? "Choose" : field === "references" ? "Add" : "Replace");
+      write($("label.button span", node), !reference ? "Choose" : SEVERAL.includes(field) ? "Add" : "Replace");
       const described = tandem.marked(input).trim();
       if (described) set(input, "aria-describedby", described); else input.removeAttribute("aria-describedby");
     }
     for (const [id, field] of Object.entries(OPTIONS)) {
       const option = $(`#${id}`);
       if (!option) continue;
-      hide(option.closest(".steering"), !NEEDS[field].some(chosen));
+      hide(option.closest(".steering"), !SHOWN_WITH[field].some(chosen));
       const now = value(field) ?? "";
       if (option.value !== now && document.activeElement !== option) option.value = now;
     }

@@ -374,7 +374,7 @@
     if (!document.hidden) { tandem.notice = null; refresh(); tandem.tidy(); }
   });
 
-  tandem.panels = { view, request, notify, announce, raise, goTo, tab };
+  tandem.panels = { view, formValues, request, notify, announce, raise, goTo, tab };
 
   const begin = () => {
     document.body.append(foot);

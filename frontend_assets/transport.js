@@ -9,8 +9,8 @@
   const SHORT_SECONDS = 10;
   const FRAME_SECONDS = 1 / 16, JUMP_SECONDS = 1;
   const $ = (selector) => document.querySelector(selector);
-  // All videos of a group play together; the position is that of the selected one.
-  const videos = () => [...document.querySelectorAll("#picture video")];
+  // All videos of a group play together; the position is that of the selected one. So do both that are compared.
+  const videos = () => [...document.querySelectorAll("#picture video[src]")];
   const video = tandem.stageVideo = () => $("#picture [aria-pressed=true] video") ?? $("#picture video");
   const row = () => $("#transport .transport");
   const clock = (seconds) => `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")}`;
@@ -71,6 +71,7 @@
     const time = position(playing.currentTime, seconds);
     if ($("#transport .time").textContent !== time) $("#transport .time").textContent = time;
     showSound(playing);
+    tandem.tidyBefore();
   };
   tandem.tidyTransport = show;
   for (const name of ["play", "pause", "loadedmetadata", "seeked", "emptied"]) {

@@ -11,9 +11,15 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from runtime.core.images import ImageUse
+from runtime.core.images import ImageUse, by_field, field_of
 from runtime.models.images import find_image, images_dir
 from runtime.models.spec import ImageInput, ModelSpec
+
+_TURNS = {
+    "image": Image.Transpose.ROTATE_180,
+    "keyframes[0]": Image.Transpose.FLIP_LEFT_RIGHT,
+    "keyframes[1]": Image.Transpose.FLIP_TOP_BOTTOM,
+}
 
 
 def picture(width: int = 64, height: int = 48) -> Image.Image:
@@ -38,11 +44,18 @@ def saved(path: Path, width: int = 64, height: int = 48, *, turned: bool = False
 
 def with_saved(
     spec: ModelSpec, fields: Iterable[str], folder: Path, width: int = 64, height: int = 48
-) -> tuple[ModelSpec, dict[str, str]]:
-    """Return a model with an image for each of these fields of a request, and the fields; no two are the same image."""
-    files = {field: saved(folder / f"{field}.png", width, height, turned=field == "image") for field in fields}
-    uses: dict[str, Any] = {field: find_image(str(file), field, None, keep=False) for field, file in files.items()}
-    return replace(spec, **uses), {field: str(file) for field, file in files.items()}
+) -> tuple[ModelSpec, dict[str, str | list[str]]]:
+    """Return a model with an image for each of these keys of a plan's images, and the fields; no two are the same."""
+    files = {}
+    for key in fields:
+        image = picture(width, height)
+        file = folder / f"{key}.png"
+        file.write_bytes(encoded(image.transpose(_TURNS[key]) if key in _TURNS else image))
+        files[key] = str(file)
+    uses = {key: find_image(file, field_of(key), None, keep=False) for key, file in files.items()}
+    keyframes = tuple(use for key, use in uses.items() if field_of(key) == "keyframes")
+    others: Any = {field: use for field, use in uses.items() if field_of(field) == field}
+    return replace(spec, keyframes=keyframes, **others), by_field(files)
 
 
 def kept(use: ImageUse, cache_dir: Path) -> bool:

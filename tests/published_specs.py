@@ -12,6 +12,7 @@ _PUBLISHED = {
     "wan2.1-1.3b": "wan2.1-t2v-1.3b",
     "wan2.2-a14b": "wan2.2-t2v-a14b",
     "wan2.2-ti2v-5b": "wan2.2-ti2v-5b",
+    "wan2.1-vace-14b": "wan2.1-vace-14b",
 }
 
 # Arguments of `WanTransformer3DModel`, `AutoencoderKLWan` and `UMT5Config`: from https://huggingface.co/Wan-AI.
@@ -32,6 +33,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "in_channels": 48,
         "out_channels": 48,
     },
+    "wan2.1-vace-14b": {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40},
 }
 VAES: dict[str, dict[str, Any]] = {
     "wan2.1": {},

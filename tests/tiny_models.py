@@ -16,6 +16,8 @@ from diffusers import (
     LTX2Pipeline,
     LTX2VideoTransformer3DModel,
     UniPCMultistepScheduler,
+    WanAnimatePipeline,
+    WanAnimateTransformer3DModel,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
@@ -78,6 +80,8 @@ SHALLOW_FLF2V = "wan2.1-flf2v-shallow"
 SHALLOW_TI2V = "wan2.2-ti2v-5b-shallow"
 # That are steered by a control video.
 VACE_ARCHITECTURES = ("wan2.1-vace", "wan2.2-vace")
+# That animates a character.
+ANIMATE = "wan2.2-animate"
 # That make no video without an image.
 IMAGE_ARCHITECTURES = ("wan2.2-i2v-a14b", "wan2.1-i2v", "wan2.1-flf2v")
 
@@ -111,6 +115,9 @@ def build(architecture: str, directory: Path, seed: int = 0) -> Path:
         return directory
     if architecture in VACE_ARCHITECTURES:
         _vace_pipeline(two_experts=architecture == "wan2.2-vace").save_pretrained(directory)
+        return directory
+    if architecture == ANIMATE:
+        _animate_pipeline().save_pretrained(directory)
         return directory
     shallow = architecture in {SHALLOW, SHALLOW_FLF2V, SHALLOW_TI2V}
     architecture = architecture.removesuffix("-shallow")
@@ -189,6 +196,44 @@ def _vace_transformer() -> WanVACETransformer3DModel:
         vace_layers=[0, 2],
         vace_in_channels=2 * 16 + 8**2,
     ).eval()
+
+
+def _animate_pipeline() -> WanAnimatePipeline:
+    transformer = WanAnimateTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=36,
+        latent_channels=16,
+        out_channels=16,
+        text_dim=32,
+        freq_dim=32,
+        ffn_dim=48,
+        num_layers=4,
+        rope_max_seq_len=64,
+        image_dim=24,
+        added_kv_proj_dim=24,
+        motion_encoder_channel_sizes={"4": 8, "8": 8, "16": 8},
+        motion_encoder_size=16,
+        motion_style_dim=8,
+        motion_dim=4,
+        motion_encoder_dim=8,
+        face_encoder_hidden_dim=16,
+        face_encoder_num_heads=2,
+        inject_face_latents_blocks=2,
+        motion_encoder_batch_size=4,
+    )
+    torch.nn.init.normal_(transformer.face_encoder.padding_tokens)
+    return WanAnimatePipeline(
+        tokenizer=tokenizer(),
+        text_encoder=_text_encoder(),
+        image_encoder=_image_encoder(),
+        image_processor=CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        vae=_vae(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=5.0
+        ),
+        transformer=transformer.eval(),
+    )
 
 
 def _image_encoder() -> CLIPVisionModel:

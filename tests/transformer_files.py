@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from safetensors.torch import load_file, save_file
 
@@ -52,16 +52,19 @@ def wan_names(state: Mapping[str, torch.Tensor]) -> State:
 def _wan_name(name: str) -> str:
     if name.endswith(_MODULATION):
         return name.replace(_MODULATION, "modulation") if "." in name else "head.modulation"
+    if name.startswith("vace_blocks"):
+        name = name.replace(".proj_in.", ".before_proj.").replace(".proj_out.", ".after_proj.")
     for diffusers, wan in _RENAMES.items():
         name = name.replace(diffusers, wan)
     return name
 
 
-def wide_transformer(seed: int = 0, **more: Any) -> WanTransformer3DModel:
-    """Return a tiny transformer whose rows are whole blocks of every type of GGUF: 256 values."""
+def wide_transformer(seed: int = 0, **more: Any) -> Any:
+    """Return a tiny transformer whose rows are whole blocks of every type of GGUF: 256 values; VACE's by its layers."""
     torch.manual_seed(seed)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 128, "ffn_dim": 256, "num_layers": 2, "freq_dim": 32}
-    return WanTransformer3DModel(
+    kind = WanVACETransformer3DModel if "vace_layers" in more else WanTransformer3DModel
+    return kind(
         **{**sizes, "in_channels": 16, "out_channels": 16, "text_dim": 32, "rope_max_seq_len": 1024, **more}
     ).eval()
 

@@ -131,7 +131,6 @@ _FOLDER = "ltx-2-random"
 # The last layers of what a block adds to its input.
 _ADDED = ("to_out.0.weight", "ff.net.2.weight")
 _ADDED_SHARE = 0.3
-REPEATS = 5
 
 Run = Callable[[], torch.Tensor]
 
@@ -142,29 +141,6 @@ class LtxBench(Bench):
     def say(self, **found: Any) -> None:
         """Print a measurement and append it to ltx2.jsonl."""
         results.say("ltx2.jsonl", **found)
-
-    def median(self, run: Callable[[], object], repeats: int = REPEATS) -> dict[str, Any]:
-        """Return the median seconds of a call by CUDA events, their spread, and the bytes at its peak."""
-        if not self.cuda:
-            return self.seconds(run, 2)
-        self.wait()
-        torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
-        spread = [round(min(times), 5), round(max(times), 5)]
-        return {
-            "seconds": round(statistics.median(times), 5),
-            "spread": spread,
-            "peak": torch.cuda.max_memory_allocated(),
-            "weights": torch.cuda.memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-        }
 
 
 def spread(name: str, parameter: torch.Tensor) -> float:

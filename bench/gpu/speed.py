@@ -215,6 +215,29 @@ class Bench:
         spread = [round(min(times), 5), round(max(times), 5)]
         return {"seconds": round(statistics.median(times), 5), "spread": spread, "working": peak}
 
+    def median(self, run: Callable[[], object], repeats: int = 5) -> dict[str, Any]:
+        """Return the median seconds of a call by CUDA events, their spread, and the bytes at its peak."""
+        if not self.cuda:
+            return self.seconds(run, 2)
+        self.wait()
+        torch.cuda.reset_peak_memory_stats()
+        times = []
+        for _ in range(repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        spread = [round(min(times), 5), round(max(times), 5)]
+        return {
+            "seconds": round(statistics.median(times), 5),
+            "spread": spread,
+            "peak": torch.cuda.max_memory_allocated(),
+            "weights": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
+        }
+
     def wait(self) -> None:
         """Wait for the device."""
         if self.cuda:

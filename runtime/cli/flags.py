@@ -3,7 +3,7 @@
 import functools
 import inspect
 import shlex
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, TypeVar
 
@@ -87,6 +87,8 @@ def fields_from_flags(flags: Flags) -> dict[str, Any]:
         declared = FIELDS[field]
         if field == "guidance_scale":
             values |= _guidance(text)
+        elif field == "keyframes":
+            values |= _keyframes(text)
         else:
             values[field] = text if declared.repeatable else declared.parse(text)
     for field in off:
@@ -253,6 +255,19 @@ def _preset(name: str | None, loras: list[str] | None) -> Mapping[str, Any]:
     if not loras:
         raise InvalidRequestError("preset", "cli.preset_without_lora", preset=name)
     return PRESETS[name]
+
+
+def _keyframes(texts: Sequence[str]) -> dict[str, object]:
+    """Return the files and times of keyframes such as "boat.png@2.5"."""
+    files, times = [], []
+    for text in texts:
+        file, _, seconds = text.rpartition("@")
+        try:
+            times.append(float(seconds.removesuffix("s")))
+        except ValueError as error:
+            raise InvalidRequestError("keyframes", "cli.keyframe_without_time", value=shortened(text)) from error
+        files.append(file)
+    return {"keyframes": files, "keyframe_seconds": times}
 
 
 def _guidance(text: str) -> dict[str, object]:

@@ -567,8 +567,8 @@ def jobs_resume(
 
 @_command(jobs_app, "extend")
 @takes_changes(
-    "negative_prompt", "frames", "seconds", "steps", "guidance", "seed", "last_image", "lora", "backend", "interpolate",
-    "upscale", "upscaler", "crf", "sound", "no_sound",
+    "negative_prompt", "frames", "seconds", "steps", "guidance", "seed", "last_image", "keyframe", "lora", "backend",
+    "interpolate", "upscale", "upscaler", "crf", "sound", "no_sound",
 )  # fmt: skip
 def jobs_extend(
     changes: Flags,

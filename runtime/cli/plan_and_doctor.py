@@ -66,7 +66,9 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
     if spec.sound is None:
         terminal.result(str(Fact("planner.makes_no_sound", {"model": spec.title})))
     for key, use in plan.inputs.items():
-        terminal.result(f"{FIELDS[field_of(key)].label}: {use.name}, {use.width}x{use.height}")
+        place = plan.keyframe_places.get(key)
+        at = "" if place is None else f", guides frame {place} ({place / plan.fps:.2f} s)"
+        terminal.result(f"{FIELDS[field_of(key)].label}: {use.name}, {use.width}x{use.height}{at}")
     _show_components(plan)
     if plan.split is not None:
         terminal.result(f"{plan.gpus} GPUs ({', '.join(plan.split.devices)}): {plan.split.reason}")

@@ -158,7 +158,7 @@ def with_borders(width: float, height: float, borders: Sequence[float]) -> tuple
     return width * (1 + left + right), height * (1 + top + bottom)
 
 
-def within_borders(width: int, height: int, borders: Sequence[float]) -> tuple[slice, slice]:
+def part_within(width: int, height: int, borders: Sequence[float]) -> tuple[slice, slice]:
     """Return the rows and the columns of a frame of this size that are not its borders, at least one of each."""
     left, top = borders[:2]
     across, down = (_WHOLE / side for side in with_borders(_WHOLE, _WHOLE, borders))

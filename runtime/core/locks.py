@@ -7,6 +7,7 @@ held; filelock notices that in waiting processes and locks a new file.
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -118,7 +119,7 @@ def remove_scratch_folders(parent: Path | None = None, prefix: str = _SCRATCH) -
         with contextlib.suppress(OSError):
             facts = folder.lstat()
             # Another user's lock may be a link to any file.
-            if os.name == "posix" and facts.st_uid != os.getuid():
+            if sys.platform != "win32" and facts.st_uid != os.getuid():
                 continue
             lock = folder / _SCRATCH_LOCK
             if not is_held(lock) if lock.exists() else time.time() - facts.st_mtime > _UNLOCKED_SECONDS:

@@ -32,12 +32,14 @@ from runtime.core.images import (
     field_of,
     input_key,
 )
+from runtime.core.keyframes import first_frame, latent_at
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
 from runtime.core.request import (
     AUTO,
     CONTROL_FIELDS,
     CONTROL_SCALE,
+    CONTROL_VIDEOS,
     FINISHERS,
     INTERPOLATOR,
     LOSSLESS,
@@ -343,6 +345,7 @@ class ResolvedRequest(FrozenModel):
         upscale: how many times larger the frames become; "off" for not at all.
         upscaler: the name of what enlarges them; "auto" if nothing does.
         image, last_image: what the video starts from and ends with.
+        keyframes, keyframe_seconds: what the video is guided towards between them, and when, in seconds.
         image_fit, image_position: how they and a video's frames become frames of this size, see `video.images.fitted`.
         extend: the video that this one continues; `image` is its last frame then.
         extend_frames: how many of its last frames the new part begins with.
@@ -352,6 +355,8 @@ class ResolvedRequest(FrozenModel):
         stages: "2" if it is made at half the size first, else "1".
         control, mask: what steers the video, and where it changes.
         outpaint: what is added around the control video, see `core.images.Borders`.
+        face, background: the expressions of a character, and the video that it is put into.
+        control_start: at which second of all these videos their first frames are.
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
         preprocess: what is made of the control video, of `request.PREPROCESSING`.
@@ -379,6 +384,8 @@ class ResolvedRequest(FrozenModel):
     upscaler: str = AUTO
     image: ImageUse | None = None
     last_image: ImageUse | None = None
+    keyframes: tuple[ImageUse, ...] = ()
+    keyframe_seconds: tuple[float, ...] = ()
     image_fit: str = CROP
     image_position: float = MIDDLE
     extend: VideoUse | None = None
@@ -388,16 +395,20 @@ class ResolvedRequest(FrozenModel):
     strength: float = STRENGTH
     stages: str = "1"
     control: VideoUse | None = None
+    face: VideoUse | None = None
+    background: VideoUse | None = None
     mask: VideoUse | ImageUse | BoxMask | None = None
     outpaint: tuple[float, ...] = NO_BORDERS
+    control_start: float = 0.0
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
     preprocess: str = OFF
 
     @property
     def images(self) -> Mapping[str, ImageUse]:
-        """The images by the field of the request."""
-        by_field = {"image": self.image, "last_image": self.last_image}
+        """The images by the field of the request, in the order of their latents; see `inputs` for keyframes."""
+        keyframes = {input_key("keyframes", number): use for number, use in enumerate(self.keyframes)}
+        by_field = {"image": self.image, **keyframes, "last_image": self.last_image}
         return {field: use for field, use in by_field.items() if use is not None}
 
     @property
@@ -406,10 +417,15 @@ class ResolvedRequest(FrozenModel):
 
         Those of a field with several have numbers, see `images.field_of`.
         """
-        videos = {name: getattr(self, name) for name in ("extend", "join", "video", "control", "mask")}
+        videos = {name: getattr(self, name) for name in ("extend", "join", "video", *CONTROL_VIDEOS)}
         images = {field: use for field, use in self.images.items() if self.extend is None or field != "image"}
         references = {input_key("references", number): use for number, use in enumerate(self.references)}
         return {**images, **{name: use for name, use in videos.items() if isinstance(use, InputFile)}, **references}
+
+    @property
+    def leading_latents(self) -> int:
+        """The latent frames before those of the clip: of reference images, or of a character."""
+        return len(self.references) + (self.face is not None)
 
     @property
     def input_references(self) -> dict[str, str | list[str]]:
@@ -581,6 +597,21 @@ class ExecutionPlan(ResolvedRequest):
         return default_crf(self.width, self.height) if self.request.crf == AUTO else self.crf
 
     @property
+    def keyframe_places(self) -> Mapping[str, int]:
+        """Numbers of frames, from 0, by the images that the video is guided towards there; empty without keyframes.
+
+        The last image of a clip with sound is one, at the first frame of the last latent frame.
+        """
+        if self.sound_shape is None or not {*self.images} - {"image"}:
+            return {}
+        latents = self.latent_shape[2]
+        stride = (self.frames - 1) // (latents - 1)
+        places = [latent_at(seconds, self.fps, stride, latents) for seconds in self.keyframe_seconds]
+        by_key = {input_key("keyframes", number): place for number, place in enumerate(places)}
+        by_key |= {} if self.last_image is None else {"last_image": latents - 1}
+        return {key: first_frame(latent, stride) for key, latent in by_key.items()}
+
+    @property
     def total_steps(self) -> int:
         """Denoising steps of the whole video; `denoising_steps` is the number for each section, or the first stage."""
         return self.denoising_steps * self.sections + (0 if self.refinement is None else len(self.refinement.levels))
@@ -632,7 +663,7 @@ class ExecutionPlan(ResolvedRequest):
     def engine_size(self, component: str) -> LatentSize:
         """Return the size that engines of a component are for: the clip's in latents, or calls with single frames.
 
-        The latents of reference images are not decoded.
+        The latents of reference images, and of a character, are not decoded.
 
         That of decoders of sound is (latents of the sound, 1, 1).
         """
@@ -641,7 +672,7 @@ class ExecutionPlan(ResolvedRequest):
         if component == INTERPOLATOR:
             return 1, self.height, self.width
         if component == "vae":
-            return self.latent_size[0] - len(self.references), *self.latent_size[1:]
+            return self.latent_size[0] - self.leading_latents, *self.latent_size[1:]
         if component != UPSCALER or self.upscaling is None:
             return self.latent_size
         return self.upscaling.batch, *call_size(self.height, self.width, self.upscaling.tile)
@@ -704,10 +735,10 @@ class ExecutionPlan(ResolvedRequest):
         used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
-        used |= {"references": [], "control_scale": list(self.control_scale), **self.input_references}
-        used |= {"extend_frames": AUTO} if self.extend is None else {"image": None}  # it follows
-        used |= {"outpaint": list(self.outpaint)}
+        used |= {"references": [], "control_scale": list(self.control_scale), "outpaint": list(self.outpaint)}
+        used |= {"keyframes": [], "keyframe_seconds": list(self.keyframe_seconds), **self.input_references}
         used |= {"mask": self.mask.reference} if isinstance(self.mask, BoxMask) else {}
+        used |= {"extend_frames": AUTO} if self.extend is None else {"image": None}  # it follows
         used["seconds"] = AUTO  # the frames are known
         if self.embedded_guidance is not None:
             used["guidance_scale"] = self.embedded_guidance
@@ -746,6 +777,7 @@ class ExecutionPlan(ResolvedRequest):
             else {**self.split.model_dump(mode="json"), "reason": str(self.split.reason)},
             "loras": [use.summary() for use in self.loras],
             "images": {field: use.summary() for field, use in self.images.items()},
+            "keyframes": dict(self.keyframe_places),
             "video": None if self.video is None else self.video.summary(),
             "control": {key: use.summary() for key, use in self.inputs.items() if field_of(key) in CONTROL_FIELDS},
             "parts": [part.model_dump() for part in self.parts],

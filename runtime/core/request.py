@@ -122,10 +122,18 @@ MAX_REFERENCES = 8
 MAX_BORDER = 300.0
 # The frames that a video and its continuation have in common, where a model can use several, and the most.
 EXTEND_FRAMES, MAX_EXTEND_FRAMES = 9, 81
+# The latest second of a control video at which it can begin to be used.
+MAX_CONTROL_START = 3_600.0
+MAX_KEYFRAMES = 16
 # The fields of files that steer a video.
-CONTROL_FIELDS = ("control", "mask", "references")
+CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
+CONTROL_VIDEOS = ("control", "face", "background", "mask")
+# What else is asked for with them.
+CONTROL_OPTIONS = ("control_scale", "preprocess", "control_start", "outpaint", "overlap")
 # What frames of a control video are made of those of its file.
 PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
+# Frames that a segment of a clip shares with the one before.
+OVERLAP, OVERLAPS = "1", {"1": "1 frame", "5": "5 frames"}
 # JSON and browsers keep integers exact up to here.
 MAX_SEED = 2**53 - 1
 
@@ -505,6 +513,34 @@ class GenerationRequest(FrozenModel):
             docs="models.md#start-from-an-image",
         ),
     ] = None
+    keyframes: Annotated[
+        tuple[str, ...],
+        ImageFiles(
+            label="Keyframes",
+            help="Guide the video towards this image at this time. Only some models can.",
+            group="image",
+            flag="--keyframe",
+            metavar="FILE@SECONDS",
+            unset="none",
+            docs="models.md#keyframes",
+            most=MAX_KEYFRAMES,
+        ),
+    ] = ()
+    keyframe_seconds: Annotated[
+        tuple[float, ...],
+        Scales(
+            label="Keyframe times",
+            help="When the keyframes are reached, in seconds from the start of the video: one number for each, with "
+            "commas between them.",
+            group="image",
+            unset="none",
+            docs="models.md#keyframes",
+            low=0,
+            high=MAX_SECONDS,
+            most=MAX_KEYFRAMES,
+            least=0,
+        ),
+    ] = ()
     image_fit: Annotated[
         str,
         Choice(
@@ -687,12 +723,37 @@ class GenerationRequest(FrozenModel):
             docs="models.md#control-videos",
         ),
     ] = None
+    face: Annotated[
+        str | None,
+        VideoFile(
+            label="Face video",
+            help="Give the character in the image the expressions of the face in this video, which goes with the poses "
+            "in the control video. Only some models can.",
+            group="image",
+            flag="--face",
+            metavar="FILE",
+            unset="none",
+            docs="models.md#characters",
+        ),
+    ] = None
+    background: Annotated[
+        str | None,
+        VideoFile(
+            label="Background video",
+            help="Put the character into this video, where the mask is white. Only some models can.",
+            group="image",
+            flag="--background",
+            metavar="FILE",
+            unset="that of the image",
+            docs="models.md#characters",
+        ),
+    ] = None
     mask: Annotated[
         str | None,
         MaskFile(
             label="Mask",
-            help="Change the control video where this video or image is white, and keep it where it is black; or "
-            "change it in boxes, such as box:10,20,30,40: left, top, width and height in percent.",
+            help="Change the control video, or the background video, where this video or image is white, and keep it "
+            "where it is black; or change boxes, such as box:10,20,30,40: left, top, width and height in percent.",
             group="image",
             flag="--mask",
             metavar="FILE|box:X,Y,W,H",
@@ -716,6 +777,23 @@ class GenerationRequest(FrozenModel):
             most=4,
         ),
     ] = NO_BORDERS
+    control_start: Annotated[
+        float | Auto,
+        Number(
+            label="Control starts at",
+            help="The second of the control video, and of a mask video, at which the clip begins. What is "
+            "before is not used.",
+            group="image",
+            flag="--control-start",
+            metavar="SECONDS",
+            unset="0",
+            docs="models.md#control-videos",
+            low=0,
+            high=MAX_CONTROL_START,
+            whole=False,
+            step=0.1,
+        ),
+    ] = 0.0
     references: Annotated[
         tuple[str, ...],
         ImageFiles(
@@ -758,6 +836,19 @@ class GenerationRequest(FrozenModel):
             choices=PREPROCESSING,
         ),
     ] = OFF
+    overlap: Annotated[
+        str,
+        Choice(
+            label="Overlap",
+            help="Of a long clip of a character, which is made in segments: start each with so many frames of the one "
+            "before. With 5, movements go on more smoothly, and a segment adds fewer frames.",
+            group="image",
+            flag="--overlap",
+            unset="1",
+            docs="models.md#characters",
+            choices=OVERLAPS,
+        ),
+    ] = OVERLAP
 
     sound: Annotated[
         str,
@@ -805,6 +896,11 @@ class GenerationRequest(FrozenModel):
             if parse_boxes(file) is None
         ]
 
+    @property
+    def control_second(self) -> float:
+        """The second of the control video at which the clip begins."""
+        return 0.0 if self.control_start == AUTO else float(self.control_start)
+
     def replace(self, **changes: Any) -> "GenerationRequest":
         """Return a copy with some fields changed, validated again."""
         return GenerationRequest(**{**dict(self), **changes})
@@ -830,3 +926,4 @@ FIELDS: Mapping[str, RequestField] = MappingProxyType(_declarations())
 facts.OPTIONS.update({name: declared.flag for name, declared in FIELDS.items() if declared.flag})
 facts.OPTIONS["prompt"] = "PROMPT"
 facts.OPTIONS["guidance_scale_2"] = FIELDS["guidance_scale"].flag
+facts.OPTIONS["keyframe_seconds"] = FIELDS["keyframes"].flag

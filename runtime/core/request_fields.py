@@ -412,19 +412,20 @@ class Scales(RequestField):
 
     Attributes:
         low, high: the limits of each, both allowed.
-        most: how many there can be.
+        most, least: how many there can be; if there can be none, empty text stands for none.
     """
 
     low: float
     high: float
     most: int
+    least: int = 1
 
     def check(self, name: str, value: object) -> tuple[float, ...]:
         """Return the numbers."""
         if isinstance(value, str) and len(value) <= _LONGEST_FILE:
             value = self.parse(value)
         entries = list(value) if isinstance(value, list | tuple) else [value]
-        if not 1 <= len(entries) <= self.most:
+        if not self.least <= len(entries) <= self.most:
             raise InvalidRequestError(name, "request.scales", value=shortened(value), most=self.most)
         return tuple(self._checked(name, entry) for entry in entries)
 
@@ -436,6 +437,8 @@ class Scales(RequestField):
 
     def parse(self, text: str) -> object:
         """Return the numbers that a text spells, with commas between them, else the text."""
+        if not self.least and not text.strip():
+            return []
         try:
             return [float(part) for part in text.split(",")]
         except ValueError:
@@ -444,8 +447,8 @@ class Scales(RequestField):
     def json_schema(self) -> JsonSchemaValue:
         """Describe a number, text, and a list of numbers."""
         number = {"type": "number", "minimum": self.low, "maximum": self.high}
-        several = {"type": "array", "items": number, "minItems": 1, "maxItems": self.most}
-        return {"anyOf": [number, several, {"type": "string", "pattern": r"^[0-9., ]+$"}]}
+        several = {"type": "array", "items": number, "minItems": self.least, "maxItems": self.most}
+        return {"anyOf": [number, several, {"type": "string", "pattern": rf"^[0-9., ]{'+' if self.least else '*'}$"}]}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The only module that reads them. Flags that were not given are `None`.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -330,7 +331,7 @@ def _cache_dir(environ: Mapping[str, str]) -> Path:
     path = Path(value).expanduser() if value else ROOT / "Cache"
     try:
         path.mkdir(parents=True, exist_ok=True)
-        if not value and os.name == "posix" and path.stat().st_uid == os.geteuid():
+        if not value and sys.platform != "win32" and path.stat().st_uid == os.geteuid():
             # Earlier versions created it with the user's umask. A folder that the user chose may be shared on purpose.
             path.chmod(0o700)
     except (OSError, ValueError) as error:

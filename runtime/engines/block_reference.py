@@ -128,11 +128,12 @@ def _size(spec: ModelSpec, tokens: int) -> LatentSize:
 def _noise_and_clip(spec: ModelSpec, size: LatentSize) -> tuple[torch.Tensor, torch.Tensor]:
     """Return noise, and latents as smooth as a clip's with the same variance; each (1, channels, *size).
 
-    Given frames, which some models take as further channels, are treated alike. If a sound is denoised with the frames,
-    its latents follow in both: they are (1, numbers).
+    Given frames and control videos, which some models take as further channels, are treated alike. If a sound is
+    denoised with the frames, its latents follow in both: they are (1, numbers).
     """
     generator, sound = torch.Generator().manual_seed(0), spec.sound_latents
-    video = _noise_and_smooth(spec.transformer.in_channels, size, generator)
+    control = 0 if spec.control_input is None else spec.control_input.channels
+    video = _noise_and_smooth(spec.transformer.in_channels + control, size, generator)
     if sound is None:
         return video
     frames = (size[0] - 1) * spec.vae.scale_factor_temporal + 1

@@ -278,10 +278,10 @@ def engine_calls(use: EngineRef, spec: ModelSpec, latent: LatentSize) -> float:
         return 1
     if is_sound_block(use.program):
         # It was measured with about as many tokens as a sound has: their number changes its duration little.
-        return spec.transformer.num_layers
+        return spec.blocks
     patches = spec.transformer.patch_size
     tokens = prod(size // patch for size, patch in zip(latent, patches, strict=True))
-    return tokens / use.tokens * spec.transformer.num_layers
+    return tokens / use.tokens * spec.blocks
 
 
 def imported_engines(

@@ -3,21 +3,23 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from PIL.Image import Image
 
 from runtime.core.facts import Fact
-from runtime.core.plan import Speed
+from runtime.core.plan import ComponentPlan, Speed
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.step_caches import Sharing
 from runtime.execution.streams import Streams
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.models import registry
+from runtime.models.row_operations import RowCall
 from runtime.models.sections import Section
 from runtime.models.spec import ModelSpec
+from runtime.video.preprocessing import CHANGES_ABOVE
 
 # The passes of a step with guidance; the last two are of models that make sound, see `models.spec.StreamGuidance`.
 PROMPTED, UNPROMPTED, SKIPPING, ISOLATED = "cond", "uncond", "skipping", "isolated"
@@ -28,8 +30,6 @@ LatentUpsampler = Callable[[torch.Tensor], torch.Tensor]
 # Makes a spectrogram of a sound's normalised latents, (1, channels, latents, bins), or samples, (1, channels, samples),
 # float32 in -1 to 1, of a spectrogram.
 SoundDecoder = Callable[[torch.Tensor], torch.Tensor]
-# Of a mask's values, above which a pixel changes: diffusers compares values of 0 to 1 with 0.5.
-_CHANGES_ABOVE = 127
 # Receives a field of `Speed` that could not be applied, and the reason.
 OnDegraded = Callable[[str, Fact], None]
 
@@ -151,13 +151,17 @@ class StreamDenoiser(Denoiser, Protocol):
 
 
 class ControlDenoiser(Denoiser, Protocol):
-    """A transformer with a control branch. `steer` comes before its first call; `PyTorchDenoiser.compute` keeps it.
+    """A transformer that is steered. `steer` comes before its first call; `PyTorchDenoiser.compute` keeps it.
 
-    The latents of a call have the channels of the control branch after their own, see `Components.control_latents`.
+    The latents of a call have further channels after their own, see `Components.control_latents`.
     """
 
-    def steer(self, scales: tuple[float, ...]) -> None:
-        """Set by what the result of each control block is multiplied."""
+    def steer(self, scales: tuple[float, ...], face: torch.Tensor | None = None) -> None:
+        """Set by what the result of each control block is multiplied, and the frames of a face.
+
+        Args:
+            face: (frames, side, side, 3), uint8, on the CPU.
+        """
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,9 @@ class ControlClip:
         video: the control video, (frames, height, width, 3), uint8, on the CPU; `None` for none.
         mask: where it changes, (frames, height, width), uint8; `None` for everywhere.
         references: images of things that the clip shows, in RGB and of any size.
+        background: the video that a character is put into, shaped like `video`; `None` for none.
+        before: the clip's first frames, which are those of the clip before, (frames, height, width, 3), float32 in -1
+            to 1; `None` for none.
     """
 
     frames: int
@@ -177,11 +184,13 @@ class ControlClip:
     video: torch.Tensor | None
     mask: torch.Tensor | None
     references: Sequence[Image]
+    background: torch.Tensor | None = None
+    before: torch.Tensor | None = None
 
     @property
     def changes(self) -> torch.Tensor | None:
         """Which pixels change, (frames, height, width), bool; `None` for all."""
-        return None if self.mask is None else self.mask > _CHANGES_ABOVE
+        return None if self.mask is None else self.mask > CHANGES_ABOVE
 
 
 class VideoEncoder(Protocol):
@@ -198,15 +207,23 @@ class VideoEncoder(Protocol):
         """
 
     def video_latents(
-        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+        self,
+        video: torch.Tensor,
+        tile: int | None,
+        check: Callable[[], None],
+        shown: torch.Tensor | None = None,
+        chunk: int = 1,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the latents of a video, as `latents` does; never called on engines.
 
         Args:
             video: (frames, height, width, 3), uint8, on the CPU.
             tile: see `latents`.
-            check: called before each latent frame; may raise.
+            check: called before each call of the encoder; may raise.
             shown: the pixels of the video that are encoded, (frames, height, width), bool; the others are gray.
+            chunk: the most latent frames to encode in one call, after the first, which is always alone.
+            before: frames that are encoded instead of the first ones, (frames, height, width, 3), float32 in -1 to 1.
         """
 
 
@@ -263,8 +280,9 @@ class ResumableDecoder(VideoDecoder, Protocol):
         """Decode from latent frame `start`, with the caches that an engine returned for the frames before it."""
 
 
-class PyTorchVideoDecoder(ResumableDecoder, Protocol):
-    """A VAE decoder in PyTorch."""
+@runtime_checkable
+class CompilableVae(Protocol):
+    """A part of a VAE in PyTorch that has faster kernels."""
 
     @property
     def compile_seconds(self) -> float:
@@ -272,6 +290,10 @@ class PyTorchVideoDecoder(ResumableDecoder, Protocol):
 
     def compute(self, speed: Speed, on_degraded: OnDegraded | None = None) -> None:
         """Apply a plan's `Speed` from the next call on; what fails costs time only."""
+
+
+class PyTorchVideoDecoder(ResumableDecoder, CompilableVae, Protocol):
+    """A VAE decoder in PyTorch."""
 
 
 class StripDecoder(Protocol):
@@ -312,13 +334,23 @@ class Components(Protocol):
         clip: ControlClip,
         tile: int | None,
         check: Callable[[], None],
+        chunk: int = 1,
     ) -> torch.Tensor:
         """Return the channels that the transformers read of what steers a clip, (1, channels, frames, height, width).
 
         Called only if the model has a `control_input`, like `ControlDenoiser.steer`.
 
         Args:
-            tile, check: see `VideoEncoder`.
+            tile, check, chunk: see `VideoEncoder`.
+        """
+
+    def row_calls(self, spec: ModelSpec, part: ComponentPlan, speed: Speed) -> Iterator[RowCall]:
+        """Yield the operations of `row_operations` that kernels compute in blocks that are not compiled.
+
+        Those of attention in FP8 are left out.
+
+        Args:
+            part: a transformer's.
         """
 
     def denoiser(self, module: torch.nn.Module, speed: Speed = ...) -> PyTorchDenoiser:

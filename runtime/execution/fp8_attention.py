@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from runtime.models.row_operations import computed, from_fp8, to_fp8
+from runtime.models.row_operations import RowCall, computed, from_fp8, to_fp8
 
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -34,6 +34,12 @@ def attend_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
     rounded = [computed(to_fp8, x, scale) for x, scale in zip((q, k, v), scales, strict=True)]
     attended: torch.Tensor = computed(from_fp8, attend_rounded(rounded, scales), scales[2], q.dtype)
     return attended
+
+
+def rounding_of_attention(width: int, dtype: torch.dtype, device: str) -> Sequence[RowCall]:
+    """Return the operations of `row_operations` around the attention of queries, keys and values of a width."""
+    x, scale = torch.ones(1, width, dtype=dtype, device=device), torch.ones((), device=device)
+    return (to_fp8, (x, scale)), (from_fp8, (x.to(_E4M3), scale, dtype))
 
 
 def build_kernel(tokens: int, heads: int, width: int, device: str) -> None:

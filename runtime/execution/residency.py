@@ -24,10 +24,10 @@ from runtime.execution.attention import kernels_of, problem, with_usable_attenti
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.compilation import cache_compiled_code_in, limit_compiled_code
 from runtime.execution.components import (
+    CompilableVae,
     Denoiser,
     LatentUpsampler,
     PyTorchDenoiser,
-    PyTorchVideoDecoder,
     SoundDecoder,
     TextConnector,
     VideoDecoder,
@@ -45,7 +45,7 @@ from runtime.execution.engine_components import (
     EngineVideoEncoder,
 )
 from runtime.execution.engine_failures import failure_of_engine
-from runtime.execution.fp8_attention import build_kernel
+from runtime.execution.fp8_attention import build_kernel, rounding_of_attention
 from runtime.execution.image_encoder import ImageEncoder
 from runtime.execution.loading_ahead import LoadingAhead, Preparation
 from runtime.execution.memory import release_cached_memory
@@ -53,7 +53,7 @@ from runtime.execution.offload import Placed, Placement, place, placement
 from runtime.execution.parallel.proxies import GroupManager, Shared, SharedDenoiser, shared_speed
 from runtime.execution.prompt_cache import PromptCache
 from runtime.execution.text_encoder import PyTorchTextModel, TextEncoder
-from runtime.models.quantization import FP8, NONE
+from runtime.models.quantization import NONE
 from runtime.models.quantized_cache import QuantizedCache
 from runtime.models.row_operations import compile_kernels
 from runtime.models.spec import (
@@ -62,7 +62,6 @@ from runtime.models.spec import (
     LATENT_UPSAMPLER,
     VAE_ENCODER,
     ModelSpec,
-    TransformerSpec,
     is_text_encoder,
     is_transformer,
 )
@@ -250,7 +249,7 @@ class Residency:
         if plan.split is None:
             parts = [plan.components[name] for name in names if is_transformer(name)]
             tried = [part for part in parts if part.device.startswith("cuda") or kernels_of(plan.speed)]
-            work += [partial(_try_kernels, plan.speed, part, spec.transformer, plan.tokens) for part in tried[:1]]
+            work += [partial(_try_kernels, plan.speed, part, spec, plan.tokens) for part in tried[:1]]
         if work:
             self._keep_compiled(job)
             self._preparation.start(work)
@@ -296,7 +295,7 @@ class Residency:
         on_engines: Any = partial(EngineVideoEncoder, scale=spec.vae.scale_factor_temporal)
         if IMAGE_PROGRAM in spec.programs[VAE_ENCODER]:
             on_engines = EngineImageSampler
-        with self._use(spec, job, VAE_ENCODER, on_engines) as encoder:
+        with self._vae_part(spec, job, VAE_ENCODER, on_engines) as encoder:
             yield encoder
 
     @contextmanager
@@ -322,22 +321,31 @@ class Residency:
                     self.compile_seconds += transformer.compile_seconds
                     self.load_seconds += transformer.compile_seconds
                     transformer.forget()
+                if isinstance(denoiser, SharedDenoiser) and job.plan.speed.graphed:
+                    denoiser.forget()
                 self._drop_block_engines(spec, job.plan, name, planned)
 
     @contextmanager
     def video_decoder(self, spec: ModelSpec, job: JobHooks) -> Iterator[VideoDecoder]:
         """Yield the VAE decoder, loaded."""
-        used: list[PyTorchVideoDecoder] = []
+        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
+        with self._vae_part(spec, job, "vae", on_engines) as decoder:
+            yield decoder
+
+    @contextmanager
+    def _vae_part(self, spec: ModelSpec, job: JobHooks, name: str, on_engines: Any) -> Iterator[Any]:
+        """Yield the decoder or the encoder of a VAE, see `_use`; its kernels' compilation counts as loading."""
+        used: list[CompilableVae] = []
 
         def prepare(vae: Any, _: ComponentPlan) -> None:
-            self._keep_compiled(job)
-            vae.compute(job.plan.speed, partial(job.on_degraded, "vae"))
-            used.append(vae)
+            if isinstance(vae, CompilableVae):
+                self._keep_compiled(job)
+                vae.compute(job.plan.speed, partial(job.on_degraded, name))
+                used.append(vae)
 
-        on_engines: Any = EngineGroupDecoder if GROUP_PROGRAMS.keys() & spec.programs["vae"] else EngineVideoDecoder
-        with self._use(spec, job, "vae", on_engines, prepare) as decoder:
+        with self._use(spec, job, name, on_engines, prepare) as part:
             try:
-                yield decoder
+                yield part
             finally:
                 took = sum(entry.compile_seconds for entry in used)
                 self.compile_seconds += took
@@ -545,19 +553,21 @@ def _runs_kernels(plan: ExecutionPlan) -> bool:
     return any(part.backend == PYTORCH and part.device.startswith("cuda") for part in plan.components.values())
 
 
-def _try_kernels(speed: Speed, part: ComponentPlan, sizes: TransformerSpec, tokens: int) -> None:
+def _try_kernels(speed: Speed, part: ComponentPlan, spec: ModelSpec, tokens: int) -> None:
     """Run the kernels of a transformer once, on a thread of its own; `compute_as_planned` finds those of attention.
 
     Args:
         tokens: of the clip; kernels of attention in FP8 are built for their number.
     """
-    heads, head_width, dtype = sizes.num_attention_heads, sizes.attention_head_dim, getattr(torch, part.dtype)
+    sizes, dtype = spec.transformer, getattr(torch, part.dtype)
+    heads, head_width = sizes.num_attention_heads, sizes.attention_head_dim
     in_fp8 = speed.attention == FP8_ATTENTION
     with _current(part.device):
         reasons = [problem(kind, part.device, dtype, head_width) for kind in kernels_of(speed).values()]
         if not speed.compiled:
-            rounded = (sizes.width, sizes.ffn_dim) if part.quantization == FP8 else ()
-            compile_kernels(heads, head_width, dtype, part.device, rounded_widths=rounded, fp8_attention=in_fp8)
+            calls = components_of(spec).row_calls(spec, part, speed)
+            of_attention = rounding_of_attention(sizes.width, dtype, part.device) if in_fp8 else ()
+            compile_kernels((*calls, *of_attention), part.device)
         if in_fp8 and not any(reasons) and part.device.startswith("cuda"):
             build_kernel(tokens, heads, head_width, part.device)
 

@@ -32,10 +32,7 @@ class Streams:
         """Return the streams of a plan; `None` if its model makes no sound, and latents are those of the video."""
         if plan.sound_shape is None:
             return None
-        keyframes: tuple[int, ...] = ()
-        if plan.last_image is not None:
-            # The first frame of the last latent frame, as in diffusers' `LTX2ConditionPipeline`.
-            keyframes = (plan.frames - (plan.frames - 1) // (plan.latent_shape[2] - 1),)
+        keyframes = tuple(plan.keyframe_places.values())
         return cls(plan.latent_shape, plan.sound_shape, plan.fps, keyframes, max(len(plan.images), 1))
 
     def join(self, video: torch.Tensor, sound: torch.Tensor) -> torch.Tensor:

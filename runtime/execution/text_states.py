@@ -19,9 +19,17 @@ class TextState:
         projected: the text as blocks take it that compute its keys and values themselves.
         keys_values: returns those of a block, in the form in which it takes them, of `projected`.
         blocks: whose keys and values are kept; `None` keeps none. Their weights must be on the device.
+        face: what blocks attend to besides, in models that take a face video.
     """
 
-    def __init__(self, projected: Any, keys_values: Callable[[Any, Any], Any], blocks: Sequence[Any] | None) -> None:
+    def __init__(
+        self,
+        projected: Any,
+        keys_values: Callable[[Any, Any], Any],
+        blocks: Sequence[Any] | None,
+        face: torch.Tensor | None = None,
+    ) -> None:
+        self.face = face
         self._projected = projected
         self._keys_values_of = keys_values
         self._blocks = blocks

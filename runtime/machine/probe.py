@@ -184,10 +184,11 @@ def cpp_compiler() -> str | None:
 
 def _cores() -> int:
     # Containers and schedulers may allow fewer cores than the machine has.
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return cores
 
 
 def _cpu_name() -> str:

@@ -58,15 +58,15 @@ def with_extended(
         return spec
     if request.image is not None or request.video is not None:
         raise InvalidRequestError(FIELD, "source.two_starts")
-    if spec.image_input is None:
+    if not spec.starts_from_images:
         able = [model.name for model in image_models(weights_dir)]
         raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
     if request.join is not None and request.last_image is not None:
         raise InvalidRequestError("join", "source.two_ends")
-    one_frame = spec.control_input is None
+    one_frame = not spec.takes_given_frames
     if one_frame and (request.join is not None or request.extend_frames not in {AUTO, 1}):
         field = "extend_frames" if request.join is None else "join"
-        able = [model.name for model in all_models(weights_dir) if model.control_input is not None]
+        able = [model.name for model in all_models(weights_dir) if model.takes_given_frames]
         raise InvalidRequestError(field, "source.one_frame", field=field, model=spec.title, models=able)
     use, image = continued(request.extend, cache_dir, keep=keep, check=check)
     following = None

@@ -31,6 +31,7 @@ from runtime.video.images import check_image, decode_image, read_bytes
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
+_KEYFRAMES = "keyframes"
 # Videos are there too, see `models.videos`.
 _FOLDER = "images"
 # Held while a copy is written, found or removed.
@@ -68,7 +69,8 @@ def with_images(
         check: called many times a second while images are decoded; an exception that it raises ends that.
 
     Raises:
-        InvalidRequestError: if an image cannot be read, or the model does not start from an image, or ends with none.
+        InvalidRequestError: if an image cannot be read, the model does not start from an image, ends with none or takes
+            no keyframes, or the number of their times is another.
         MachineError: if the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
@@ -81,7 +83,8 @@ def with_images(
     # A video does not end on exactly its keyframe: as a loop it would jump.
     if request.loop != OFF and last_image is None and request.join is None and ends not in {"none", "keyframe"}:
         last_image = image
-    return replace(spec, image=image, last_image=last_image)
+    keyframes = tuple(find_image(file, _KEYFRAMES, cache_dir, keep=keep, check=check) for file in request.keyframes)
+    return replace(spec, image=image, last_image=last_image, keyframes=keyframes)
 
 
 def find_image(
@@ -161,6 +164,11 @@ def open_image(use: InputFile, field: str = "image", check: Callable[[], None] =
 
 def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool) -> None:
     image_input = spec.image_input
+    times = len(request.keyframe_seconds)
+    if (request.keyframes or times) and not spec.takes_keyframes:
+        raise InvalidRequestError(_KEYFRAMES, "image.model_without_keyframes", model=spec.title)
+    if len(request.keyframes) != times:
+        raise InvalidRequestError("keyframe_seconds", "image.keyframe_times", count=len(request.keyframes), times=times)
     files = {"image": request.image, "last_image": request.last_image}
     for field, file in files.items():
         if file is not None and image_input is None:
@@ -183,7 +191,7 @@ def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: P
 
 def image_models(weights_dir: Path) -> list[ModelSpec]:
     """Return the models that start from an image, installed ones first."""
-    return [spec for spec in all_models(weights_dir) if spec.image_input is not None]
+    return [spec for spec in all_models(weights_dir) if spec.starts_from_images]
 
 
 def all_models(weights_dir: Path) -> list[ModelSpec]:

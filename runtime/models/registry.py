@@ -54,7 +54,9 @@ _LEAST_BYTES = 2
 _MAX_NAME_LENGTH = 80
 # By name, as `ModelSpec.family` and engine keys have it.
 FAMILIES: dict[str, Entry] = {
-    "wan": Entry(("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"), "runtime.families.wan"),
+    "wan": Entry(
+        ("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanAnimatePipeline"), "runtime.families.wan"
+    ),
     "hunyuan_video": Entry(("HunyuanVideoPipeline",), "runtime.families.hunyuan_video"),
     "framepack": Entry(("HunyuanVideoFramepackPipeline",), "runtime.families.framepack"),
     "ltx2": Entry(("LTX2Pipeline", "LTX2ImageToVideoPipeline", "LTX2ConditionPipeline"), "runtime.families.ltx2"),
@@ -288,10 +290,12 @@ class FileSigns(NamedTuple):
     Attributes:
         has: all are in the file.
         lacks: none is.
+        code: of the error that says why such a file is not read.
     """
 
     has: tuple[str, ...]
     lacks: tuple[str, ...] = ()
+    code: str = "model.file_needs_folder"
 
     def fit(self, names: Collection[str]) -> bool:
         """Whether a file with these tensors is such a component."""

@@ -69,7 +69,7 @@ def with_inputs(
         InvalidRequestError: if one cannot be used.
         MachineError, OutputError: see `model_for`.
     """
-    spec = with_control(spec, request, weights_dir, cache_dir, keep=keep, check=check)
+    spec = with_control(spec, request, weights_dir, cache_dir, needs_files=needs_image, keep=keep, check=check)
     spec = with_video(spec, request, weights_dir, cache_dir, keep=keep, check=check)
     spec = with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
     return with_extended(spec, request, weights_dir, cache_dir, keep=keep, check=check)

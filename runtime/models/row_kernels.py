@@ -4,7 +4,7 @@ The functions have the names and arguments of those in `row_operations`, whose r
 one token; it reads and writes every value once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -16,8 +16,6 @@ _LARGEST = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(1e-12)
 # Of GELU approximated with tanh: the root of 2/π, and the factor of the cube.
 _GELU_FACTOR, _GELU_CUBIC = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
-# Of all published transformers' norms.
-_EPSILON = 1e-6
 # Values for one warp of a program, and values of a program where tokens do not matter.
 _PER_WARP, _FLAT = 1024, 4096
 
@@ -359,35 +357,6 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *, divides
     with torch.cuda.device_of(x):
         _scale_kernel[(triton.cdiv(x.numel(), _FLAT),)](x, scale, out, x.numel(), divides, BLOCK=_FLAT)
     return out
-
-
-def compile_kernels(
-    heads: int,
-    head_width: int,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    *,
-    rounded_widths: Iterable[int] = (),
-    fp8_attention: bool = False,
-) -> None:
-    """Compile the kernels that a transformer's blocks call, or load them from Triton's cache: run each on one token.
-
-    Args:
-        dtype: of the blocks' arithmetic.
-        rounded_widths: of the rows that are rounded to FP8; none without weights in FP8.
-        fp8_attention: whether queries, keys and values are rounded to FP8.
-    """
-    x = torch.ones(1, 1, heads * head_width, dtype=dtype, device=device)
-    table = torch.ones_like(x, dtype=torch.float32)
-    angles = torch.ones(1, 1, 1, head_width, dtype=torch.float32, device=device)
-    layer_norm(x, table, table, _EPSILON, dtype)
-    add_gated(x, x, table)
-    rotate_pairs(x.unflatten(2, (heads, head_width)), angles, angles)
-    for width in rounded_widths:
-        quantize_rows(torch.ones(1, width, dtype=dtype, device=device))
-    if fp8_attention:
-        scale = torch.ones((), dtype=torch.float32, device=device)
-        from_fp8(to_fp8(x, scale), scale, dtype)
 
 
 def _block(width: int) -> dict[str, int]:

@@ -6,7 +6,7 @@ which read and write all tokens; on GPUs with Triton, one kernel of `row_kernels
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -23,6 +23,11 @@ _FEWEST_VALUES = 1 << 22
 # Why a kernel failed in this process.
 _FAILED: list[str] = []
 
+# An operation of this module and its arguments, for few tokens. A kernel is compiled for dtypes, widths and strides of
+# tensors, and for which there are, so these are as in a transformer.
+RowCall = tuple[Callable[..., Any], tuple[Any, ...]]
+# Of all published transformers' norms.
+EPSILON = 1e-6
 # A scale and a shift, each (timesteps, width).
 Modulation = tuple[torch.Tensor, torch.Tensor]
 
@@ -191,10 +196,20 @@ def computed(plain: Callable[..., Any], x: torch.Tensor, *arguments: Any, fewest
     return plain(x, *arguments)
 
 
-def compile_kernels(heads: int, head_width: int, dtype: torch.dtype, device: str, **options: Any) -> None:
-    """Compile the kernels that `computed` will call, on a GPU with Triton; see `row_kernels.compile_kernels`."""
+def compile_kernels(calls: Iterable[RowCall], device: str) -> None:
+    """Compile the kernels of operations on a GPU with Triton, or load them from Triton's cache: compute each once."""
     if triton_runs_on(torch.device(device)) and not _FAILED:
-        import_module("runtime.models.row_kernels").compile_kernels(heads, head_width, dtype, device, **options)
+        kernels = import_module("runtime.models.row_kernels")
+        for plain, arguments in calls:
+            getattr(kernels, plain.__name__)(*arguments)
+
+
+def rounding_calls(
+    widths: Iterable[int], dtype: torch.dtype, device: str, quantize: Callable[[torch.Tensor], Any] = quantize_rows
+) -> Iterator[RowCall]:
+    """Yield the operations that round rows of these widths to FP8."""
+    for width in widths:
+        yield quantize, (torch.ones(1, width, dtype=dtype, device=device),)
 
 
 @lru_cache(maxsize=16)

@@ -1,6 +1,8 @@
 """The sections of a FramePack video: in which order they are made, what each is made from, and where its frames belong.
 
-Without torch. Source: Zhang and Agrawala, "Packing Input Frame Context in Next-Frame Prediction Models for Video
+And the segments of a clip of a character, as in diffusers' `WanAnimatePipeline`. Without torch.
+
+Source of sections: Zhang and Agrawala, "Packing Input Frame Context in Next-Frame Prediction Models for Video
 Generation" (arXiv 2504.12626), as in diffusers' `HunyuanVideoFramepackPipeline`.
 """
 
@@ -206,3 +208,53 @@ def section_count(frames: int, window: int = LATENT_WINDOW, temporal_scale: int 
     sections, 66 s, for 1800 frames. Its video of n sections is that of num_frames = n * (4 * window - 3).
     """
     return max(math.ceil((frames - 1) / (window * temporal_scale)), 1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment of a clip that is made in several, from the start to the end.
+
+    Attributes:
+        index: its number, from 0.
+        last: whether it is the last one.
+        sources: the frames of the given videos that its frames follow, by number; beyond the end of the clip, they are
+            those before it, backwards.
+        given: how many of its first frames are the last ones of the segment before; 0 for the first.
+        frames: the frames of the clip that it adds.
+    """
+
+    index: int
+    last: bool
+    sources: tuple[int, ...]
+    given: int
+    frames: range
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The division of a clip into segments of equal length.
+
+    Attributes:
+        frames: of the clip.
+        length: the most frames of a segment; a shorter clip is one segment.
+        overlap: frames that a segment shares with the one before.
+    """
+
+    frames: int
+    length: int
+    overlap: int
+
+    @property
+    def count(self) -> int:
+        """The number of segments."""
+        return max(math.ceil((self.frames - self.overlap) / (self.length - self.overlap)), 1)
+
+    def __getitem__(self, index: int) -> Segment:
+        """Return a segment by its number."""
+        start = index * (self.length - self.overlap)
+        given = self.overlap if index else 0
+        stop = min(start + self.length, self.frames)
+        length = self.length if self.count > 1 else self.frames
+        # As a ball between two walls; the clip has more frames than it is extended by.
+        sources = tuple(min(number, 2 * (self.frames - 1) - number) for number in range(start, start + length))
+        return Segment(index, index == self.count - 1, sources, given, range(start + given, stop))

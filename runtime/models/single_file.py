@@ -210,7 +210,7 @@ def needs_folder(path: Path) -> ModelError | None:
         names.add(name.removeprefix(prefix))
     # A model that was made of another one has tensors more.
     fits = [
-        (len(signs.has), family, component)
+        (len(signs.has), family, component, signs.code)
         for family in FAMILIES
         for component, alternatives in family_of(family).folder_files.items()
         for signs in alternatives
@@ -218,10 +218,10 @@ def needs_folder(path: Path) -> ModelError | None:
     ]
     if not fits:
         return None
-    _, family, component = max(fits, key=lambda fit: fit[0])
+    _, family, component, code = max(fits, key=lambda fit: fit[0])
     model = published_models(family)[0]
     data = {"component": component, "title": model.title, "model": model.name}
-    return ModelError("model.file_needs_folder", file=path.name, **data)
+    return ModelError(code, file=path.name, **data)
 
 
 @functools.lru_cache(maxsize=32)
@@ -249,10 +249,12 @@ def _check(path: Path, weights: Mapping[str, StoredWeight], expected: Mapping[st
 
 def _known(models: Sequence[KnownModel], config: Mapping[str, Any], experts: int, path: Path) -> KnownModel | None:
     """Return the published model with such a transformer; of several, one whose size or kind is in the file's name."""
+    kind = "_class_name"  # of transformers with parts that others lack
     fits = [
         model
         for model in models
         if model.experts == experts
+        and config.get(kind) == model.configs["transformer"].get(kind)
         and all(config.get(name) == value for name, value in model.configs["transformer"].items() if name in config)
     ]
     text, endings = path.stem.lower(), {model.name: model.name.rpartition("-")[2] for model in fits}

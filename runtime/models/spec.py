@@ -16,6 +16,7 @@ from pydantic import Field
 from runtime.core.images import NO_BORDERS, BoxMask, ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
 from runtime.core.request import (
+    CONTROL_VIDEOS,
     FINISHERS,
     MAX_FPS,
     MAX_FRAMES,
@@ -25,7 +26,7 @@ from runtime.core.request import (
     MAX_STEPS,
     UPSCALER,
 )
-from runtime.models.sections import SamplingType, Sections
+from runtime.models.sections import SamplingType, Sections, Segments
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
 
@@ -276,20 +277,21 @@ class ImageInput:
     Attributes:
         kind: "channels" appends a mask and the latents of the given frames to the latents; "first_frame" puts the
             latents of the image in place of the first latent frame, whose timestep is 0; "sections" gives every section
-            the images' latents as further frames, see `ModelSpec.section`; "control" puts the images in place of
-            frames of the control video, which do not change, see `ControlInput`.
+            the images' latents as further frames, see `ModelSpec.section`; "character" puts a latent frame before the
+            clip's, for an image of who the clip is of, and does not start the clip with it; "control" puts the images
+            in place of frames of the control video, which do not change, see `ControlInput`.
         vae: the encoder of the images' latents.
         required: whether the model makes no video without an image.
         last: whether a last image can be given. As a "keyframe" it is optional, also without a first one: the
             transformer is given its latents as a further latent frame, whose timestep is 0, at the place of the clip's
-            last latent frame. The video comes close to it and does not end on exactly it. "alone" is optional, also
-            without a first one, and the video ends on it.
+            last latent frame. The video comes close to it and does not end on exactly it. Such a model takes keyframes
+            at other latent frames too. "alone" is optional, also without a first one, and the video ends on it.
         tokens, width: of the images' CLIP embeddings that the transformer attends to; 0 without an image encoder.
         crf: constant rate factor of H.264 with which images are compressed before they are encoded, as in the training;
             `None` for not at all.
     """
 
-    kind: Literal["channels", "first_frame", "sections", "control"]
+    kind: Literal["channels", "first_frame", "sections", "character", "control"]
     vae: VaeEncoderSpec
     required: bool
     last: Literal["none", "optional", "required", "keyframe", "alone"] = "none"
@@ -300,15 +302,33 @@ class ImageInput:
 
 @dataclass(frozen=True, kw_only=True)
 class ControlInput:
-    """How a model is steered by a control video, a mask and reference images.
+    """How a model is steered by videos and images.
 
     Attributes:
         vae: the encoder of their latents, which every video needs.
-        blocks: how many blocks read them; each has a scale.
+        blocks: how many blocks read them; each has a scale. 0 without scales.
+        channels: of what they read, which follow the channels of the latents, see `Denoiser`.
+        fields: the request's fields that it takes.
+        required: those without which it makes no video.
+        masked: the field of the video that a mask changes.
+        face_side: width and height in pixels of the frames of a face video; 0 without.
+        segment_frames: of a clip, which the model was trained with; longer ones are made in segments. `None` if all are
+            made whole.
+        overlap: frames that a segment shares with the one before.
     """
 
     vae: VaeEncoderSpec
     blocks: int
+    channels: int
+    fields: tuple[str, ...] = (
+        *("control", "mask", "references"),
+        *("control_scale", "preprocess", "control_start", "outpaint"),
+    )
+    required: tuple[str, ...] = ()
+    masked: str = "control"
+    face_side: int = 0
+    segment_frames: int | None = None
+    overlap: int = 1
 
     def scales(self, requested: tuple[float, ...]) -> tuple[float, ...]:
         """Return the scale of each block, of a scale for each or one for all."""
@@ -493,11 +513,12 @@ class ModelSpec:
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         sound: what it makes with the frames; `None` if its videos are silent.
-        image, last_image: the images of one request, see `models.images.with_images`.
+        image, last_image, keyframes: the images of one request, see `models.images.with_images`.
         video_input: the encoder of a video that it starts from; `None` if it cannot.
         video: the video of one request, see `models.videos.with_video`.
         control_input: how it is steered by a control video; `None` if it cannot.
-        control, mask, references: what steers the video of one request, see `models.control.with_control`.
+        control, face, background, mask, references: what steers the video of one request, see
+            `models.control.with_control`.
         outpaint: what is added around the control video of one request, see `core.images.Borders`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
         extend_frames: how many of its last frames the new part begins with.
@@ -548,10 +569,13 @@ class ModelSpec:
     sound: SoundSpec | None = None
     image: ImageUse | None = None
     last_image: ImageUse | None = None
+    keyframes: tuple[ImageUse, ...] = ()
     video_input: VaeEncoderSpec | None = None
     video: VideoUse | None = None
     control_input: ControlInput | None = None
     control: VideoUse | None = None
+    face: VideoUse | None = None
+    background: VideoUse | None = None
     mask: VideoUse | ImageUse | BoxMask | None = None
     references: tuple[ImageUse, ...] = ()
     outpaint: tuple[float, ...] = NO_BORDERS
@@ -619,7 +643,7 @@ class ModelSpec:
         """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""
         unused = {IMAGE_ENCODER, VAE_ENCODER} if self.control_input is None else {IMAGE_ENCODER}
         text = {name: program for name, program in self.programs.items() if name not in unused}
-        return replace(self, programs=text, image=None, last_image=None, video=None)
+        return replace(self, programs=text, image=None, last_image=None, keyframes=(), video=None)
 
     def from_video(self, video: VideoUse) -> "ModelSpec":
         """Return the model as a video from another one needs it: with the VAE's encoder, and without engines for it."""
@@ -685,20 +709,20 @@ class ModelSpec:
 
     @property
     def images(self) -> tuple[ImageUse, ...]:
-        """The request's images: the first, and the last if there is one."""
-        return tuple(image for image in (self.image, self.last_image) if image is not None)
+        """The request's images: the first, keyframes, and the last, as far as there are any."""
+        return tuple(image for image in (self.image, *self.keyframes, self.last_image) if image is not None)
 
     @property
     def inputs(self) -> tuple[InputFile, ...]:
         """The request's images and videos."""
-        videos = (self.extend, self.join, self.video, self.control, self.mask)
+        videos = (getattr(self, field) for field in ("extend", "join", "video", *CONTROL_VIDEOS))
         return (*self.images, *(use for use in videos if isinstance(use, InputFile)), *self.references)
 
     @property
     def followed_videos(self) -> tuple[VideoUse, ...]:
         """The request's videos whose frames are those of the clip, each as it is read at the clip's rate."""
-        mask = None if self.mask_holds else self.mask
-        return tuple(use for use in (self.video, self.control, mask) if isinstance(use, VideoUse))
+        fields = ("video", *(field for field in CONTROL_VIDEOS if field != "mask" or not self.mask_holds))
+        return tuple(use for field in fields if isinstance(use := getattr(self, field), VideoUse))
 
     @property
     def mask_holds(self) -> bool:
@@ -706,23 +730,23 @@ class ModelSpec:
         return isinstance(self.mask, ImageUse | BoxMask) or (self.mask is not None and self.mask.frames == 1)
 
     @property
+    def takes_given_frames(self) -> bool:
+        """Whether a clip can begin and end with several given frames, which take the place of the control video's."""
+        return self.image_input is not None and self.image_input.kind == "control"
+
+    @property
     def given_frames(self) -> tuple[int, int]:
-        """How many frames at the start and at the end of a clip are given; 0 unless a control branch reads them."""
-        if self.control_input is None:
+        """How many frames of a control video are given at the start and at the end of a clip."""
+        if not self.takes_given_frames:
             return 0, 0
         first = 0 if self.image is None else 1
         last = 0 if self.last_image is None else 1
         return first if self.extend is None else self.extend_frames, last if self.join is None else self.extend_frames
 
     @property
-    def control_kind(self) -> Literal["none", "whole", "masked"]:
-        """What a control branch reads: a gray video, a control video that changes everywhere, or one with a mask.
-
-        Frames that are given, and borders around a control video, make a mask.
-        """
-        if self.mask is not None or any(self.outpaint) or any(self.given_frames):
-            return "masked"
-        return "none" if self.control is None else "whole"
+    def has_mask(self) -> bool:
+        """Whether parts of what steers a clip do not change: by a mask, or because of borders or given frames."""
+        return self.mask is not None or any(self.outpaint) or any(self.given_frames)
 
     @property
     def input_encoder(self) -> VaeEncoderSpec:
@@ -733,6 +757,17 @@ class ModelSpec:
             return self.video_input
         assert self.image_input is not None, "only models that start from images or videos have these components"
         return self.image_input.vae
+
+    @property
+    def leading_latents(self) -> int:
+        """The latent frames before those of the clip: of reference images, or of a character."""
+        character = self.image_input is not None and self.image_input.kind == "character"
+        return len(self.references) + character
+
+    @property
+    def starts_from_images(self) -> bool:
+        """Whether it makes a video whose first frame is an image."""
+        return self.image_input is not None and self.image_input.kind != "character"
 
     @property
     def context_tokens(self) -> int:
@@ -812,8 +847,21 @@ class ModelSpec:
         return 1 if self.section is None else self.frame_stride + 1
 
     def sections(self, frames: int) -> int:
-        """Return how many sections a clip is made in; 1 if it is made whole."""
+        """Return how many sections, or segments, a clip is made in; 1 if it is made whole."""
+        if self.segment_frames is not None:
+            return self.segments_of(frames).count
         return 1 if self.section is None else (frames - 1) // self.frame_stride
+
+    @property
+    def segment_frames(self) -> int | None:
+        """The most frames of a clip that is not made in segments; `None` if all are made whole, or in sections."""
+        return None if self.control_input is None else self.control_input.segment_frames
+
+    def segments_of(self, frames: int) -> Segments:
+        """Return the segments of a clip of a model that makes long ones so."""
+        assert self.control_input is not None
+        assert self.control_input.segment_frames is not None
+        return Segments(frames, self.control_input.segment_frames, self.control_input.overlap)
 
     def sections_of(self, frames: int) -> Sections:
         """Return the sections of a clip of a model that makes videos in sections."""
@@ -822,16 +870,22 @@ class ModelSpec:
         return Sections(self.sections(frames), order, self.section.latent_frames, self.vae.scale_factor_temporal)
 
     @property
-    def has_keyframe(self) -> bool:
-        """Whether the request's last image is a keyframe, see `ImageInput.last`."""
-        return self.last_image is not None and self.image_input is not None and self.image_input.last == "keyframe"
+    def takes_keyframes(self) -> bool:
+        """Whether a last image is a keyframe, and others can be given, see `ImageInput.last`."""
+        return self.image_input is not None and self.image_input.last == "keyframe"
+
+    @property
+    def keyframe_count(self) -> int:
+        """How many keyframes the request has, with its last image."""
+        return len(self.keyframes) + (self.last_image is not None) if self.takes_keyframes else 0
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int, int]:
         """Return (batch, channels, latent frames, latent height, latent width) of what is denoised at once.
 
-        It is the clip after a latent frame for each reference image, or a section, however many there are.
+        It is the clip or a segment of it, after its `leading_latents`, or a section, however many there are.
         """
-        whole = (frames - 1) // self.vae.scale_factor_temporal + 1 + len(self.references)
+        frames = min(frames, self.segment_frames or frames)
+        whole = (frames - 1) // self.vae.scale_factor_temporal + 1 + self.leading_latents
         return (
             1,
             self.vae.z_dim,
@@ -847,5 +901,5 @@ class ModelSpec:
     def tokens_of(self, latent: tuple[int, int, int]) -> int:
         """Return the length of the transformer's sequence for a clip of (frames, height, width) in latents."""
         frames, *sides = latent
-        grid = (frames + self.has_keyframe, *sides)
+        grid = (frames + self.keyframe_count, *sides)
         return prod(size // patch for size, patch in zip(grid, self.transformer.patch_size, strict=True))

@@ -19,10 +19,12 @@ from PIL import Image
 from runtime.core.cancel import never
 from runtime.core.digests import sha256
 from runtime.core.errors import InvalidRequestError, OutputError
+from runtime.core.facts import Fact
 from runtime.core.files import replace_file
-from runtime.core.images import ImageUse, InputFile, VideoUse, parse_reference
+from runtime.core.images import CROP, MIDDLE, ImageUse, InputFile, VideoUse, parse_reference
 from runtime.core.locks import held
-from runtime.core.request import AUTO, MAX_FPS, GenerationRequest
+from runtime.core.plan import ResolvedRequest
+from runtime.core.request import AUTO, CONTROL_FIELDS, MAX_FPS, GenerationRequest
 from runtime.core.untrusted_files import NotRegularFileError, open_file
 from runtime.models.images import (
     DISK_FULL,
@@ -37,6 +39,7 @@ from runtime.models.images import (
 )
 from runtime.models.spec import ModelSpec
 from runtime.video.image_messages import MAX_LINE_BYTES, announced_format
+from runtime.video.images import fitted
 from runtime.video.reader import VideoInfo, count_frames, read_info, read_video
 
 FIELD = "video"
@@ -70,7 +73,7 @@ class _Counted(NamedTuple):
 
 # What was read of files: a form asks for a plan with each change.
 _DIGESTS: dict[_Stamp, str] = {}
-_COUNTED: dict[tuple[str, int | None], _Counted] = {}
+_COUNTED: dict[tuple[str, int | None, float], _Counted] = {}
 
 
 def with_video(
@@ -94,7 +97,7 @@ def with_video(
     """
     if request.video is None:
         return spec
-    if request.image is not None or request.last_image is not None:
+    if request.image is not None or request.last_image is not None or request.keyframes:
         raise InvalidRequestError(FIELD, "source.with_image")
     if spec.video_input is None:
         able = [model.name for model in all_models(weights_dir) if model.video_input is not None]
@@ -123,6 +126,7 @@ def find_video(
     field: str = FIELD,
     keep: bool = True,
     check: Callable[[], None] = never,
+    start: float = 0.0,
 ) -> VideoUse:
     """Return a video that a request names, checked; see `with_video`.
 
@@ -130,6 +134,7 @@ def find_video(
         fps: the rate at which its frames are read; `None` for its own, in whole frames per second.
         most: the most frames to count.
         field: the request's field, for errors.
+        start: the second of its first frame that is used.
     """
     reference = parse_reference(file)
     if reference is None:
@@ -139,7 +144,7 @@ def find_video(
         if cache_dir is None or not path.is_file() or _digest(path, name, field, check) != reference.digest:
             raise InvalidRequestError(field, "source.copy_missing", file=name)
     with _named(name):
-        counted = _count(path, name, field, fps, most, check)
+        counted = _count(path, name, field, fps, most, check, start)
     info, digest = counted.info, _digest(path, name, field, check)
     kept = _kept(path, name, field, digest, cache_dir, check) if keep and cache_dir is not None else path
     return VideoUse(
@@ -163,13 +168,14 @@ def find_picture(
     field: str,
     keep: bool = True,
     check: Callable[[], None] = never,
+    start: float = 0.0,
 ) -> ImageUse | VideoUse:
     """Return an image or a video that a request names, checked; see `find_video` and `models.images.find_image`."""
     reference = parse_reference(file)
     path = named_file(file)[0] if reference is None else images_dir(cache_dir or Path()) / reference.digest
     if _is_image(path):
         return find_image(file, field, cache_dir, keep=keep, check=check)
-    return find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check)
+    return find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start)
 
 
 def keep_picture(
@@ -232,6 +238,54 @@ def open_video(use: VideoUse, check: Callable[[], None] = never, field: str = FI
         return read_info(use.path, field, check)
 
 
+def clip_frames(
+    use: VideoUse,
+    settings: ResolvedRequest,
+    field: str,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+    *,
+    first: int = 0,
+    end: int | None = None,
+    side: int | None = None,
+) -> Iterator[Image.Image]:
+    """Yield the frames of a video that a clip is made from, one for each frame of the clip, RGB and of its size.
+
+    Args:
+        settings: of the clip.
+        field: the request's field of the video.
+        check: see `with_video`.
+        warn: called at the end if a part of the file is damaged.
+        first, end: of the clip's frames, the number of the first one to yield and of the one after the last; `None` for
+            all.
+        side: width and height of the frames, which show the middle of the video's; `None` for the clip's size.
+
+    Raises:
+        InvalidRequestError: if it cannot be read, or has fewer frames by now.
+        MachineError: if there is no ffmpeg.
+    """
+    info, count, damage = open_video(use, check, field), 0, ""
+    start = settings.control_start if field in CONTROL_FIELDS else 0.0
+    rate, most = Fraction(settings.fps), settings.frames if end is None else end
+    size = (settings.width, settings.height) if side is None else (side, side)
+    fit, position = (settings.image_fit, settings.image_position) if side is None else (CROP, MIDDLE)
+    frames = read_video(info, 1, rate=rate, most=most, field=field, check=check, start=start)
+    with contextlib.closing(frames) as reading:
+        while True:
+            try:
+                (frame,) = next(reading)
+            except StopIteration as stop:
+                damage = stop.value
+                break
+            if count >= first:
+                yield fitted(Image.fromarray(frame), *size, fit, position)
+            count += 1
+    if count < most:
+        raise InvalidRequestError(field, "source.shorter", file=use.name, frames=count, planned=most)
+    if damage and warn is not None:
+        warn(Fact("source.damaged", {"file": use.name, "line": damage}))
+
+
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
     """Name a video in errors as people know it, not by the name of its copy."""
@@ -243,8 +297,8 @@ def _named(name: str) -> Iterator[None]:
         raise InvalidRequestError(error.field, error.code, **{**error.data, "file": name}) from error
 
 
-def open_picture(use: InputFile) -> Image.Image:
-    """Return an image, or the first frame of a video, as RGB with 8 bits.
+def open_picture(use: InputFile, start: float = 0.0) -> Image.Image:
+    """Return an image, or the frame of a video at a second, by default the first one, as RGB with 8 bits.
 
     Raises:
         InvalidRequestError: if its file is gone or has changed.
@@ -252,20 +306,23 @@ def open_picture(use: InputFile) -> Image.Image:
     """
     if not isinstance(use, VideoUse):
         return open_image(use)
-    frames = next(read_video(open_video(use), 1, most=1, field=FIELD))
+    rate = Fraction(MAX_FPS) if start else None
+    frames = next(read_video(open_video(use), 1, rate=rate, most=1, field=FIELD, start=start))
     return Image.fromarray(frames[0])
 
 
-def _count(path: Path, name: str, field: str, fps: int | None, most: int, check: Callable[[], None]) -> _Counted:
+def _count(
+    path: Path, name: str, field: str, fps: int | None, most: int, check: Callable[[], None], start: float
+) -> _Counted:
     """Return what a video has, and at least `most` of its frames counted if there are so many."""
     digest = _DIGESTS.get(_stamp(path, name, field))
-    counted = None if digest is None else _COUNTED.get((digest, fps))
+    counted = None if digest is None else _COUNTED.get((digest, fps, start))
     if counted is None or counted.frames == counted.most < most:
         # What is no video is refused before all of it is read for its digest.
         info = read_info(path, field, check)
         rate = min(max(round(info.rate), 1), MAX_FPS) if fps is None else fps
-        counted = _Counted(info, rate, count_frames(info, Fraction(rate), most, field, check), most)
-        remember(_COUNTED, (_digest(path, name, field, check), fps), counted)
+        counted = _Counted(info, rate, count_frames(info, Fraction(rate), most, field, check, start), most)
+        remember(_COUNTED, (_digest(path, name, field, check), fps, start), counted)
     return counted
 
 

@@ -1,8 +1,8 @@
 """Prepare later clips while no video waits: load what runs them, and compile what PyTorch runs. Imports torch."""
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import islice
 
 import torch
@@ -12,13 +12,14 @@ from runtime.core.errors import MachineError
 from runtime.core.events import Event, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan
+from runtime.execution.components import Denoiser
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.run_context import RunContext
 from runtime.pipeline.sampling import Guidance, decode, denoise, first_latents, get_noise
-from runtime.pipeline.stages import encode_given, encode_prompt
+from runtime.pipeline.stages import encode_given, encode_prompt, steer
 
 # The first chunk of frames, and one of those that follow, which have another shape.
 _CHUNKS = 2
@@ -108,7 +109,13 @@ def _first_step(context: RunContext) -> torch.Tensor:
     conditioning = encode_given(context, encode_prompt(context))
     scheduler, steps = context.schedule()
     latents = first_latents(get_noise(plan), conditioning.video, scheduler, steps[0])
-    open_expert = partial(context.residency.denoiser, spec, context)
+
+    @contextlib.contextmanager
+    def open_expert(name: str) -> Iterator[Denoiser]:
+        with context.residency.denoiser(spec, context, name) as denoiser:
+            steer(context, denoiser)
+            yield denoiser
+
     (done,) = denoise(
         latents, steps[:1], scheduler, conditioning, open_expert, context.cancel, guidance=Guidance.of(plan)
     )

@@ -31,7 +31,7 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.files import sync_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, OVERLAP
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
@@ -123,11 +123,17 @@ class Checkpoint:
     section: SectionProgress | None = None
 
     @property
+    def parts(self) -> int:
+        """Sections, segments or stages done."""
+        if self.section is not None:
+            return self.section.sections
+        return 0 if self.sampling is None else self.sampling.stage
+
+    @property
     def state(self) -> tuple[int, int, ExecutionPlan]:
         """What differs if the job's state does: steps, and sections or stages done, and the plan."""
         # A fallback changes the following steps even if no step was done since.
-        parts = 0 if self.sampling is None else self.sampling.stage
-        return self.step, parts if self.section is None else self.section.sections, self.plan
+        return self.step, self.parts, self.plan
 
     @property
     def step(self) -> int:
@@ -315,7 +321,10 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= {"preprocess"} if plan.preprocess == OFF else set()
     unused |= {"join"} if plan.extend_frames > 1 else {"join", "extend_frames"}
     unused |= set() if any(plan.outpaint) else {"outpaint"}
-    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, *unused} | (set() if plan.extend else {"extend"})
+    unused |= {"overlap"} if plan.request.overlap == OVERLAP or plan.sections == 1 else set()
+    unused |= set() if plan.control_start else {"control_start"}
+    unused |= set() if plan.keyframes else {"keyframe_seconds"}
+    excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, "keyframes", *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
     excluded |= set() if plan.refinement else {"stages"}
     # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.

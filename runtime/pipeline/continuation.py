@@ -13,8 +13,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.sound import Sound
 from runtime.models.extended import FIELD
-from runtime.models.videos import open_video
-from runtime.pipeline.input_frames import fitted_frames
+from runtime.models.videos import clip_frames, open_video
 from runtime.video.reader import COLORS, read_sound, read_video
 from runtime.video.sound_samples import continued, followed
 
@@ -83,7 +82,9 @@ class Continuation:
     def _later(self, shared: np.ndarray) -> Iterator[np.ndarray]:
         """Yield the frames of the video that follows, the first ones faded into from new ones."""
         assert self._plan.join is not None
-        for number, image in enumerate(fitted_frames(self._plan, "join", self._plan.join.frames, self._check)):
+        following = self._plan.join
+        frames = clip_frames(following, self._plan, "join", self._check, end=following.frames)
+        for number, image in enumerate(frames):
             frame = np.asarray(image)
             if number < len(shared):
                 share = (number + 1) / (len(shared) + 1)

@@ -16,7 +16,7 @@ from runtime.core.errors import InvalidRequestError, MachineError, ran_out
 from runtime.core.facts import Fact
 from runtime.core.images import NO_BORDERS
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, LatentSize, is_block_program
-from runtime.core.request import ALL, SOUND_DECODERS, GenerationRequest
+from runtime.core.request import ALL, CONTROL_VIDEOS, SOUND_DECODERS, GenerationRequest
 from runtime.engines.key_parts import tokens_of
 from runtime.engines.service import EngineService
 from runtime.machine.probe import gpu_index
@@ -296,9 +296,9 @@ class PyTorchTimerFactory:
             loras=(),
             image=None,
             last_image=None,
+            keyframes=(),
             video=None,
-            control=None,
-            mask=None,
+            **cast("dict[str, Any]", dict.fromkeys(CONTROL_VIDEOS)),
             references=(),
             outpaint=NO_BORDERS,
             extend=None,

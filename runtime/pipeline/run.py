@@ -24,7 +24,8 @@ from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.oom_retry import with_oom_retry
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
-from runtime.pipeline.section_stages import encode_section_images, join_sections, make_sections
+from runtime.pipeline.section_stages import encode_section_images, finished_parts, join_sections, make_sections
+from runtime.pipeline.segment_stages import finished_segments, make_segments
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_given, encode_prompt
 from runtime.planner import interpolation, upscaling
 from runtime.video.interpolation import check_interpolator
@@ -116,8 +117,10 @@ def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
         measure_attention(context.plan, context.spec, history)
     previews, files = Previews(context.spec, context.plan, context.residency.cache_dir), context.section_files
     if files is not None:
-        _denoise(context, partial(make_sections, context, previews, files))
-        saved = with_oom_retry(context, partial(join_sections, context, files, job_id, on_frames))
+        in_sections = context.spec.section is not None
+        _denoise(context, partial(make_sections if in_sections else make_segments, context, previews, files))
+        parts = finished_parts(context) if in_sections else finished_segments(context)
+        saved = with_oom_retry(context, partial(join_sections, context, files, parts, job_id, on_frames))
         # The plan's calls are those of all sections.
         context.counts_for_history = context.counts_for_history and not saved.continues
         return saved

@@ -64,7 +64,8 @@ class RunContext:
         conditioning: the encoded prompt; `None` until it is encoded.
         sampling: progress of sampling; `None` before the first step.
         section: progress of a video that is made in sections; `None` before its images are encoded.
-        section_files: where its finished sections are; `None` for another video.
+        section_files: where its finished sections, or segments, are; `None` for another video.
+        segments_done: finished segments of a video that is made in several.
         progress_at: time of the last change of `conditioning` or `sampling`, from `time.perf_counter`.
         earlier: facts about earlier runs of the job, see `VideoSaved`.
         counts_for_history: whether the run is a whole job with one plan, so that the history gets its timings.
@@ -101,7 +102,8 @@ class RunContext:
         self._engines_in_use = ExitStack()
         self._ready: set[str] = set()
         self.section_files: SectionFiles | None = None
-        if spec.section is not None:
+        self.segments_done = 0
+        if spec.section is not None or plan.sections > 1:
             # Without a folder for the job's progress, until the end of the run.
             folder = checkpoints.path if checkpoints else self._engines_in_use.enter_context(video_scratch(plan.output))
             self.section_files = SectionFiles(folder, plan.width, plan.height, plan.fps)
@@ -209,7 +211,7 @@ class RunContext:
         """
         # A copy, because setting the timesteps does not reset everything that a step changes.
         scheduler = copy.deepcopy(self._scheduler)
-        plan, refinement = self.plan.by_stage[stage], self.plan.refinement
+        plan, refinement = self.plan_of(stage), self.plan.refinement
         if stage and refinement is not None:
             scheduler = with_given_levels(scheduler)
             return scheduler, get_schedule(plan, scheduler, None, refinement.levels)
@@ -219,7 +221,11 @@ class RunContext:
 
     def steps_before(self, stage: int) -> int:
         """Return the number of steps of the stages before one."""
-        return sum(plan.denoising_steps for plan in self.plan.by_stage[:stage])
+        return sum(self.plan_of(number).denoising_steps for number in range(stage))
+
+    def plan_of(self, stage: int) -> ExecutionPlan:
+        """Return the plan of a stage that denoises; segments have the same."""
+        return self.plan if self.plan.refinement is None else self.plan.by_stage[stage]
 
     @cached_property
     def _scheduler(self) -> Any:
@@ -247,6 +253,14 @@ class RunContext:
         self.sampling = SamplingState(steps, latents, state, guidance, stage)
         self.progress_at = time.perf_counter()
         return self.sampling
+
+    def record_segment(
+        self, conditioning: Conditioning, latents: torch.Tensor, scheduler: Any, guidance: Guidance, number: int
+    ) -> None:
+        """Record that a segment is on disk, and what the next one, `number`, is made from; save a checkpoint."""
+        self.conditioning = conditioning
+        self.record_step(self.steps_before(number), latents, scheduler, guidance, number)
+        self._save_checkpoint()
 
     def checkpoint_step(self, steps: Sequence[Step], seconds: float, *, resumable: bool = True) -> None:
         """Save a checkpoint if one is due; always between the two transformers and after the last step of a stage.
@@ -284,7 +298,7 @@ class RunContext:
 
     def start_over(self) -> None:
         """Remove the job's progress, of which a part is damaged; a later run starts from the beginning."""
-        self.conditioning = self.section = None
+        self.conditioning = self.section = self.sampling = None
         self._policy.forget()
         if self._folder is not None:
             self._folder.clear()
@@ -298,9 +312,7 @@ class RunContext:
             if checkpoint is not None and checkpoint.sampling is not None and checkpoint.sampling.scheduler is not None:
                 restore_scheduler(self.schedule(checkpoint.sampling.stage)[0], checkpoint.sampling.scheduler)
             if self.section_files is not None:
-                self.section_files.begin(
-                    0 if checkpoint is None or checkpoint.section is None else checkpoint.section.sections
-                )
+                self.section_files.begin(0 if checkpoint is None else checkpoint.parts)
         except (CheckpointError, OutputError) as error:
             self._folder.clear()
             self.warn(Fact("pipeline.checkpoint_unusable", {"cause": error.fact}))
@@ -370,6 +382,10 @@ class RunContext:
 
     def _made(self) -> tuple[int, int, int] | None:
         """Return `VideoSaved.sections`."""
+        if self.segments_done:
+            segments = self.spec.segments_of(self.plan.frames)
+            frames = sum(len(segments[number].frames) for number in range(self.segments_done))
+            return self.segments_done, segments.count, frames
         if self.section is None:
             return None
         sections, done = self.spec.sections_of(self.plan.frames), self.section.sections
@@ -415,10 +431,12 @@ class RunContext:
     def _needed(self) -> set[str]:
         """Return the components that the remaining stages need."""
         steps = [step for stage in range(len(self.plan.by_stage)) for step in self.schedule(stage)[1]]
-        remaining = steps if self.spec.section is not None else steps[self.step :]
+        in_parts = self.section_files is not None
+        remaining = steps if in_parts else steps[self.step :]
         needed = {"vae", UPSCALER} | {step.expert for step in remaining}
         needed |= {LATENT_UPSAMPLER} if self.sampling is None or self.sampling.stage == 0 else set()
         needed |= {*SOUND_DECODERS} if self.plan.sound and self.plan.sound_shape else set()
+        needed |= {VAE_ENCODER} if in_parts and self.spec.section is None else set()
         if self.conditioning is None:
             needed |= {*self.spec.text_encoders, CONNECTORS, IMAGE_ENCODER, VAE_ENCODER}
         return needed

@@ -34,7 +34,7 @@ class GivenFrames:
     """The frames of a clip that are given as images, as the transformers take them.
 
     Attributes:
-        kind: see `ImageInput`, or with a keyframe "keyframe" or "first_frame_and_keyframe"; those of "sections" are
+        kind: see `ImageInput`, or with keyframes "keyframe" or "first_frame_and_keyframe"; those of "sections" are
             for `section_sampling` only.
         latents: float32: "channels": a mask, 1 in given frames, and the latents of the clip whose other frames are
             gray, (1, frames per latent frame + channels, frames, height, width); others: those of each image,
@@ -49,12 +49,12 @@ class GivenFrames:
         """Return the given frames of a clip from the latents that the VAE encoded.
 
         Args:
-            images: the fields of the images: "image" for the first frame, "last_image" for the last one.
+            images: the keys of the images, see `ResolvedRequest.images`.
         """
         assert spec.image_input is not None
         kind = spec.image_input.kind
         if kind == "first_frame":
-            if "last_image" in images:
+            if {*images} - {"image"}:
                 return cls("first_frame_and_keyframe" if "image" in images else "keyframe", latents)
             return cls(kind, latents)
         mask = torch.zeros_like(latents[:, :1]).repeat(1, spec.vae.scale_factor_temporal, 1, 1, 1)

@@ -4,7 +4,7 @@ Each finished section is stored without loss before the checkpoint that counts i
 the number of sections.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -164,6 +164,12 @@ def _decoder(context: RunContext, previews: Previews) -> Iterator[Decode]:
         yield decode
 
 
+def finished_parts(context: RunContext) -> list[tuple[int, int]]:
+    """Return the (number, frames) of each part of what is finished, in the order of time."""
+    assert context.section is not None
+    return _parts(sections_of(context.plan, context.spec), context.section.sections)
+
+
 def _parts(sections: Sections, done: int) -> list[tuple[int, int]]:
     """Return the (number, frames) of each part of a video that has `done` of its sections, in the order of time."""
     parts = [(number, len(sections[number].frames)) for number in range(done)]
@@ -173,19 +179,22 @@ def _parts(sections: Sections, done: int) -> list[tuple[int, int]]:
 
 
 def join_sections(
-    context: RunContext, files: SectionFiles, job_id: str | None, on_frames: Callable[[np.ndarray], None] | None
+    context: RunContext,
+    files: SectionFiles,
+    parts: Sequence[tuple[int, int]],
+    job_id: str | None,
+    on_frames: Callable[[np.ndarray], None] | None,
 ) -> VideoSaved:
     """Encode the stored sections in the order of time, and write the MP4.
 
     Args:
+        parts: (number, frames) of each section, in the order of time.
         job_id, on_frames: see `run.run_job`.
 
     Raises:
         BadResultError: if the clip is degenerate; nothing is written, and the job's progress is removed.
         OutputError: if a stored section is damaged; likewise.
     """
-    assert context.section is not None
-    parts = _parts(sections_of(context.plan, context.spec), context.section.sections)
     with VideoOutput(context, job_id, on_frames) as output:
         try:
             frames = files.joined(parts)

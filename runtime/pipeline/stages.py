@@ -18,7 +18,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import BadResultError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import BoxMask, VideoUse, within_borders
+from runtime.core.images import VideoUse, field_of
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
@@ -33,12 +33,14 @@ from runtime.execution.components import (
 from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
+from runtime.models.control_frames import still_mask, within_borders
 from runtime.models.images import open_image
+from runtime.models.sections import Segment
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
+from runtime.models.videos import clip_frames
 from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
-from runtime.pipeline.input_frames import InputVideo, fitted_frames
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import RunContext, wants_guidance
@@ -58,12 +60,9 @@ from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
-from runtime.video.preprocessing import preprocessed
+from runtime.video.preprocessing import CHANGED, UNKNOWN, control_frame
 from runtime.video.reader import COLORS
 from runtime.video.recompression import recompressed
-
-# Of a control video: what is not given, as in the example of diffusers' `WanVACEPipeline`; of a mask: what changes.
-_GRAY, _CHANGES = 128, 255
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
@@ -158,16 +157,22 @@ def encode_images(context: RunContext, conditioning: Conditioning) -> Conditioni
     plan, spec = context.plan, context.spec
     context.current = ("load", VAE_ENCODER)
     images = [images_of(part, context.cancel.check) for part in plan.by_stage]
-    if IMAGE_ENCODER in plan.components:
-        with context.residency.image_encoder(spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
-            context.begin_stage("encode", IMAGE_ENCODER)
-            conditioning = conditioning.with_tokens(encoder.encode(images[-1]))
+    conditioning = _with_embeddings(context, conditioning, images[-1])
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
         latents = [image_latents(vae, spec, *of_stage) for of_stage in zip(plan.by_stage, images, strict=True)]
     device = context.plan.components["transformer"].device
     *half, given = (GivenFrames.of(spec, encoded.to(device), plan.images) for encoded in latents)
     return replace(conditioning, given=given, given_half=half[0] if half else None)
+
+
+def _with_embeddings(context: RunContext, conditioning: Conditioning, images: Sequence[Image]) -> Conditioning:
+    """Return the conditioning with the embeddings of images, if the model attends to them."""
+    if IMAGE_ENCODER not in context.plan.components:
+        return conditioning
+    with context.residency.image_encoder(context.spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
+        context.begin_stage("encode", IMAGE_ENCODER)
+        return conditioning.with_tokens(encoder.encode(images))
 
 
 def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Image]:
@@ -180,7 +185,7 @@ def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Im
         InvalidRequestError: if one cannot be read.
     """
     return [
-        fitted(open_image(use, field, check), plan.width, plan.height, plan.image_fit, plan.image_position)
+        fitted(open_image(use, field_of(field), check), plan.width, plan.height, plan.image_fit, plan.image_position)
         for field, use in plan.images.items()
     ]
 
@@ -203,7 +208,8 @@ def encode_video(context: RunContext, conditioning: Conditioning) -> Conditionin
     video = video_frames(context.plan, "video", context.cancel.check, context.warn)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        latents = vae.video_latents(video, context.plan.strategy.decode_tile, context.cancel.check)
+        strategy = context.plan.strategy
+        latents = vae.video_latents(video, strategy.decode_tile, context.cancel.check, None, strategy.decode_chunk)
     return replace(conditioning, video=latents.to(context.plan.components["transformer"].device))
 
 
@@ -211,32 +217,80 @@ def encode_control(context: RunContext, conditioning: Conditioning) -> Condition
     """Return the conditioning with the latents of what steers the plan's video."""
     spec = context.spec
     context.current = ("load", VAE_ENCODER)
-    clip = control_clip(context.plan, context.cancel.check, context.warn)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, 0))
+    conditioning = _with_embeddings(context, conditioning, clip.references)
+    context.current = ("load", VAE_ENCODER)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
         context.begin_stage("encode", VAE_ENCODER)
-        tile, components = context.plan.strategy.decode_tile, components_of(spec)
-        latents = components.control_latents(vae, spec, clip, tile, context.cancel.check)
+        return _with_control(context, conditioning, vae, clip)
+
+
+def _with_control(
+    context: RunContext, conditioning: Conditioning, encoder: VideoEncoder, clip: ControlClip
+) -> Conditioning:
+    strategy, components = context.plan.strategy, components_of(context.spec)
+    latents = components.control_latents(
+        encoder, context.spec, clip, strategy.decode_tile, context.cancel.check, strategy.decode_chunk
+    )
     device = context.plan.components["transformer"].device
     return replace(conditioning, given=GivenFrames("channels", latents.to(device)))
 
 
+def encode_segment(context: RunContext, conditioning: Conditioning, number: int, before: torch.Tensor) -> Conditioning:
+    """Return the conditioning with the latents of what steers another segment of the plan's video.
+
+    Args:
+        before: the frames that it starts with, see `ControlClip`.
+    """
+    context.cancel.check_pause()
+    context.current = ("load", VAE_ENCODER)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, number), before)
+    with context.residency.video_encoder(context.spec, context) as vae, context.metrics.stage("encode"):
+        context.begin_stage("encode", VAE_ENCODER)
+        return _with_control(context, conditioning, vae, clip)
+
+
+def begin_segment(context: RunContext, conditioning: Conditioning, number: int) -> None:
+    """Begin another segment, from its noise, once the one before is on disk; see `RunContext.record_segment`."""
+    assert context.sampling is not None
+    scheduler, steps = context.schedule(number)
+    latents = _latents_before(context, number, scheduler, steps[0])
+    guidance = Guidance.of(context.plan, context.sampling.guidance.left_out)
+    context.record_segment(conditioning, latents, scheduler, guidance, number)
+
+
+def _segment_of(context: RunContext, number: int) -> Segment | None:
+    """Return a segment of the plan's video; `None` for models that make all videos whole, or in sections."""
+    spec = context.spec
+    return None if spec.segment_frames is None else spec.segments_of(context.plan.frames)[number]
+
+
 def control_clip(
-    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+    plan: ExecutionPlan,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+    segment: Segment | None = None,
+    before: torch.Tensor | None = None,
 ) -> ControlClip:
-    """Read what steers a plan's video; see `video_frames`."""
+    """Read what steers a plan's video, or a segment of it; see `video_frames` and `ControlClip`."""
+    numbers = range(plan.frames) if segment is None else segment.sources
     references = [open_image(use, "references", check) for use in plan.references]
-    rows, columns = inside = within_borders(plan.width, plan.height, plan.outpaint)
-    shown = plan.replace(width=columns.stop - columns.start, height=rows.stop - rows.start)
-    video = None if plan.control is None else video_frames(shown, "control", check, warn)
-    mask = None if plan.mask is None else mask_frames(shown, check, warn)
-    clip = ControlClip(plan.frames, shown.height, shown.width, video, mask, references)
-    if warn is not None and clip.changes is not None:
+    if plan.face is not None:
+        references += [open_image(use, field, check) for field, use in plan.images.items()]
+    shown, inside = within_borders(plan)
+    video, background = (
+        None if getattr(plan, field) is None else video_frames(shown, field, check, warn, numbers=numbers)
+        for field in ("control", "background")
+    )
+    mask = None if plan.mask is None else mask_frames(shown, check, warn, numbers)
+    clip = ControlClip(len(numbers), shown.height, shown.width, video, mask, references, background, before)
+    if warn is not None and clip.changes is not None and background is None:
         _warn_of_mask(clip.changes, plan, warn)
     if plan.preprocess != OFF:
         _preprocess(clip, plan.preprocess, check)
     if any(plan.outpaint):
         clip = _outpainted(clip, inside, plan)
-    if plan.extend is not None or plan.images:
+    if plan.face is None and (plan.extend is not None or plan.images):
         clip = _with_given_frames(clip, given_frames(plan, check))
     return clip
 
@@ -256,9 +310,9 @@ def _outpainted(clip: ControlClip, inside: tuple[slice, slice], plan: ExecutionP
     """
     assert clip.video is not None
     sides = plan.height, plan.width
-    video = torch.full((clip.frames, *sides, COLORS), _GRAY, dtype=torch.uint8)
+    video = torch.full((clip.frames, *sides, COLORS), UNKNOWN, dtype=torch.uint8)
     video[(slice(None), *inside)] = clip.video
-    mask = torch.full((1 if clip.mask is None else clip.frames, *sides), _CHANGES, dtype=torch.uint8)
+    mask = torch.full((1 if clip.mask is None else clip.frames, *sides), CHANGED, dtype=torch.uint8)
     mask[(slice(None), *inside)] = 0 if clip.mask is None else clip.mask
     return replace(clip, height=plan.height, width=plan.width, video=video, mask=mask.expand(clip.frames, -1, -1))
 
@@ -269,8 +323,8 @@ def _with_given_frames(clip: ControlClip, given: tuple[Sequence[Image], Sequence
     Source: `FrameRefExpandAnnotator` of github.com/ali-vilab/VACE, and the example of diffusers' `WanVACEPipeline`.
     """
     shape = clip.frames, clip.height, clip.width
-    video = torch.full((*shape, COLORS), _GRAY, dtype=torch.uint8) if clip.video is None else clip.video
-    mask = torch.full(shape, _CHANGES, dtype=torch.uint8) if clip.mask is None else clip.mask.clone()
+    video = torch.full((*shape, COLORS), UNKNOWN, dtype=torch.uint8) if clip.video is None else clip.video
+    mask = torch.full(shape, CHANGED, dtype=torch.uint8) if clip.mask is None else clip.mask.clone()
     first, last = given
     for number, image in enumerate((*first, *last)):
         place = number if number < len(first) else number - len(first) - len(last)
@@ -289,34 +343,39 @@ def given_frames(plan: ExecutionPlan, check: Callable[[], None] = never) -> tupl
     images = dict(zip(still.images, images_of(still, check), strict=True))
     first, last = ([images[field]] if field in images else [] for field in ("image", "last_image"))
     if plan.extend is not None:
-        frames = fitted_frames(plan, "extend", plan.extend.frames, check)
+        frames = clip_frames(plan.extend, plan, "extend", check, end=plan.extend.frames)
         first = list(deque(frames, plan.extend_frames))
     if plan.join is not None:
-        last = list(fitted_frames(plan, "join", plan.extend_frames, check))
+        last = list(clip_frames(plan.join, plan, "join", check, end=plan.extend_frames))
     return first, last
 
 
 def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None:
     """Replace the frames of a control video by control frames where they change; see `video.preprocessing`."""
     assert clip.video is not None
-    changes = clip.changes
     for number, frame in enumerate(clip.video):
         check()
-        made = torch.from_numpy(np.array(preprocessed(fromarray(frame.numpy()), kind)))
-        clip.video[number] = made if changes is None else torch.where(changes[number, ..., None], made, frame)
+        mask = None if clip.mask is None else fromarray(clip.mask[number].numpy())
+        clip.video[number] = torch.from_numpy(np.array(control_frame(fromarray(frame.numpy()), kind, mask)))
 
 
 def video_frames(
     plan: ExecutionPlan,
-    field: InputVideo = "video",
+    field: str = "video",
     check: Callable[[], None] = never,
     warn: Callable[[Fact], None] | None = None,
+    *,
+    side: int | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Read one of a plan's videos; return its first frames at the plan's rate, of its size.
 
     Args:
         check: see `models.videos.with_video`.
+        field: of the request: "video" or one of `CONTROL_VIDEOS`.
         warn: called if a part of the file is damaged.
+        side: width and height of the frames, which show the middle of the video's; `None` for the plan's size.
+        numbers: of the frames to return, from 0; `None` for all.
 
     Returns:
         (frames, height, width, 3), uint8; the brightness of a mask, (frames, height, width).
@@ -325,15 +384,28 @@ def video_frames(
         InvalidRequestError: if it cannot be read, or has fewer frames by now.
         MachineError: if there is no ffmpeg.
     """
+    use: VideoUse | None = getattr(plan, field)
+    assert isinstance(use, VideoUse)
     colors, mode = ((), "L") if field == "mask" else ((COLORS,), "RGB")
-    video = torch.empty((plan.frames, plan.height, plan.width, *colors), dtype=torch.uint8)
-    for number, image in enumerate(fitted_frames(plan, field, plan.frames, check, warn)):
-        video[number] = torch.from_numpy(np.array(image.convert(mode)))
+    width, height = (plan.width, plan.height) if side is None else (side, side)
+    numbers = range(plan.frames) if numbers is None else numbers
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number, []).append(place)
+    video = torch.empty((len(numbers), height, width, *colors), dtype=torch.uint8)
+    first = min(places)
+    frames = clip_frames(use, plan, field, check, warn, first=first, end=max(places) + 1, side=side)
+    for number, frame in enumerate(frames, first):
+        if number in places:
+            video[places[number]] = torch.from_numpy(np.array(frame.convert(mode)))
     return video
 
 
 def mask_frames(
-    plan: ExecutionPlan, check: Callable[[], None] = never, warn: Callable[[Fact], None] | None = None
+    plan: ExecutionPlan,
+    check: Callable[[], None] = never,
+    warn: Callable[[Fact], None] | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Return the brightness of a plan's mask, (frames, height, width), uint8.
 
@@ -341,18 +413,10 @@ def mask_frames(
 
     Args, Raises: see `video_frames`.
     """
-    if isinstance(plan.mask, VideoUse):
-        read = plan.replace(frames=1) if plan.mask.frames == 1 else plan
-        return video_frames(read, "mask", check, warn).expand(plan.frames, -1, -1)
-    if isinstance(plan.mask, BoxMask):
-        white = torch.zeros(plan.height, plan.width, dtype=torch.uint8)
-        for box in plan.mask.boxes:
-            white[box.pixels(plan.width, plan.height)] = _CHANGES
-        return white.expand(plan.frames, -1, -1)
-    assert plan.mask is not None
-    image = open_image(plan.mask, "mask", check)
-    frame = fitted(image, plan.width, plan.height, plan.image_fit, plan.image_position).convert("L")
-    return torch.from_numpy(np.array(frame)).expand(plan.frames, -1, -1)
+    if isinstance(plan.mask, VideoUse) and plan.mask.frames > 1:
+        return video_frames(plan, "mask", check, warn, numbers=numbers)
+    count = plan.frames if numbers is None else len(numbers)
+    return torch.from_numpy(np.array(still_mask(plan, check))).expand(count, -1, -1)
 
 
 def pixels_of(image: Image) -> torch.Tensor:
@@ -364,11 +428,11 @@ def denoise_latents(context: RunContext, previews: Previews) -> None:
     """Run the remaining steps, and save a checkpoint whenever one is due, and after each stage."""
     first = 0 if context.sampling is None else context.sampling.stage
     for stage in range(first, len(context.plan.by_stage)):
-        _denoise_stage(context, previews, stage)
+        denoise_stage(context, previews, stage)
 
 
-def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
-    """Run the remaining steps of a stage: of the only one, or of one of two."""
+def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
+    """Run the remaining steps of a stage: of the only one, of one of two, or of a segment."""
     context.cancel.check_pause()
     context.current = ("denoise", "transformer")
     assert context.conditioning is not None
@@ -382,7 +446,7 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
         sampling = context.record_step(before, latents, scheduler, guidance, stage)
     if sampling.scheduler is not None:
         restore_scheduler(scheduler, sampling.scheduler)
-    plan, spec = context.plan.by_stage[stage], context.spec.of_stage(stage)
+    plan, spec = context.plan_of(stage), context.spec.of_stage(stage)
     streams = StreamSampling.of(plan, spec)
 
     @contextmanager
@@ -395,8 +459,7 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             loaded_parts = {
                 part for part in context.plan.components if context.residency.is_loaded(spec, context.plan, part)
             }
-            if spec.control_input is not None:
-                cast("ControlDenoiser", denoiser).steer(spec.control_input.scales(plan.control_scale))
+            steer(context, denoiser, stage)
             waiting = {"vae", *(step.expert for step in steps)}
             idle = {*context.plan.components} - waiting
             with read_ahead(next_files(spec, context.plan, name, loaded_parts | idle)):
@@ -421,23 +484,37 @@ def _denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
             number, resumable = before + done.index + 1, resumable_after(steps, done.index + 1)
             if resumable:
                 context.record_step(number, done.latents, scheduler, done.guidance, stage)
-            preview = previews.of_latents(_clip_of(plan, done.estimate))
+            preview = previews.of_latents(clip_latents(plan, done.estimate))
             part, total = done.step.expert, context.plan.total_steps
             context.emit(StepDone(step=number, of=total, seconds=done.seconds, part=part, preview=preview))
             context.checkpoint_step(steps, done.seconds, resumable=resumable)
 
 
-def _clip_of(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
-    """Return the latents of the clip's frames: without those of sound, and of the reference images before them."""
-    return video_of(latents, Streams.of(plan))[:, :, len(plan.references) :]
+def steer(context: RunContext, denoiser: Denoiser, stage: int = 0) -> None:
+    """Tell a transformer that is steered how much, and show it the face of a character; others stay as they are."""
+    control, plan = context.spec.control_input, context.plan
+    if control is None:
+        return
+    face, segment = None, _segment_of(context, stage)
+    if plan.face is not None and segment is not None:
+        face = video_frames(plan, "face", context.cancel.check, side=control.face_side, numbers=segment.sources)
+    cast("ControlDenoiser", denoiser).steer(control.scales(plan.control_scale), face)
+
+
+def clip_latents(plan: ExecutionPlan, latents: torch.Tensor) -> torch.Tensor:
+    """Return the latents of the clip's frames: without those of sound, and of the images before them."""
+    return video_of(latents, Streams.of(plan))[:, :, plan.leading_latents :]
 
 
 def _latents_before(context: RunContext, stage: int, scheduler: Any, first: Step) -> torch.Tensor:
     """Return the latents before the first step of a stage."""
     plan, spec = context.plan, context.spec
-    if stage == 0:
+    if stage == 0 or plan.refinement is None:
         assert context.conditioning is not None
-        return first_latents(get_noise(plan.by_stage[0]), context.conditioning.video, scheduler, first)
+        generator = torch.Generator("cpu").manual_seed(plan.seed)
+        # Each segment has noise of its own.
+        *_, noise = (get_noise(context.plan_of(number), generator) for number in range(stage + 1))
+        return first_latents(noise, context.conditioning.video, scheduler, first)
     streams = Streams.of(plan.by_stage[stage - 1])
     assert context.sampling is not None
     assert streams is not None
@@ -468,7 +545,7 @@ def decode_and_save(
     assert context.sampling is not None
     plan = context.plan
     previews.forget_frames()
-    latents = _clip_of(plan, context.sampling.latents)
+    latents = clip_latents(plan, context.sampling.latents)
     decoded = DecodedColors(latents, context.spec.vae.scale_factor_temporal)
     with VideoOutput(context, job_id, on_frames) as output, GrowingClip(context.folder, plan) as clip:
         context.current = ("load", "vae")

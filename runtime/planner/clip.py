@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
 from runtime.core.images import CROP, InputFile, VideoUse, with_borders
+from runtime.core.keyframes import latent_at
 from runtime.core.loras import LoraUse
 from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
@@ -228,10 +229,32 @@ def check_size(spec: ModelSpec, width: int, height: int, frames: int) -> None:
     if frames <= given:
         more = (given - 1) // stride * stride + 1 + stride
         raise InvalidRequestError("frames", "planner.no_new_frames", value=frames, given=given, able=more)
-    if spec.has_keyframe and frames <= stride:
+    if spec.keyframe_count and frames <= stride:
         raise InvalidRequestError(
             "frames", "planner.too_short_for_last_image", value=frames, model=spec.title, able=stride + 1
         )
+
+
+def check_keyframes(request: GenerationRequest, spec: ModelSpec, frames: int, fps: int) -> None:
+    """Check that each keyframe lies in a latent frame of its own, which is not the first one.
+
+    Raises:
+        InvalidRequestError: if one is at the start or after the end, or two are in one latent frame.
+    """
+    stride, latents = spec.vae.scale_factor_temporal, (frames - 1) // spec.vae.scale_factor_temporal + 1
+    last = (frames - 1) / fps
+    taken = {} if spec.last_image is None else {latents - 1: last}
+    for seconds in request.keyframe_seconds:
+        frame, data = round(seconds * fps), {"seconds": seconds}
+        if frame == 0:
+            raise InvalidRequestError("keyframe_seconds", "planner.keyframe_first", **data)
+        if frame > frames:
+            raise InvalidRequestError("keyframe_seconds", "planner.keyframe_outside", **data, last=last)
+        latent = latent_at(seconds, fps, stride, latents)
+        if latent in taken:
+            data |= {"other": taken[latent], "apart": stride / fps}
+            raise InvalidRequestError("keyframe_seconds", "planner.keyframes_too_close", **data)
+        taken[latent] = seconds
 
 
 def nearest(value: int, stride: int, offset: int, low: int, high: int) -> list[int]:
@@ -256,8 +279,8 @@ def _most_positions(spec: ModelSpec) -> Mapping[str, int]:
     scale = spec.vae.scale_factor_spatial
     frames = (positions[0] - 1) * spec.vae.scale_factor_temporal + 1
     return {
-        # The positions of a section do not depend on how many there are.
-        "frames": frames if spec.section is None else MAX_FRAMES,
+        # The positions of a section, or a segment, do not depend on how many there are.
+        "frames": frames if spec.section is None and spec.segment_frames is None else MAX_FRAMES,
         "height": positions[1] * scale,
         "width": positions[2] * scale,
     }
@@ -270,7 +293,7 @@ def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heigh
     if (width, height) not in spec.sizes and not of_input:
         sizes = [f"{w}x{h}" for w, h in spec.sizes]
         facts.append(Fact("planner.unusual_size", {"model": spec.title, "size": f"{width}x{height}", "sizes": sizes}))
-    if frames > max(spec.frame_counts):
+    if frames > max(spec.frame_counts) and spec.segment_frames is None:
         data = {"model": spec.title, "most": max(spec.frame_counts), "frames": frames}
         facts.append(Fact("planner.unusual_length", data))
     return facts
@@ -278,11 +301,14 @@ def size_warnings(request: GenerationRequest, spec: ModelSpec, width: int, heigh
 
 def image_warnings(request: GenerationRequest, spec: ModelSpec, width: int, height: int) -> list[Fact]:
     """Return the warnings about images and videos of which cropping cuts a visible part."""
-    images: dict[str, InputFile | None] = {"planner.last_image_cut": spec.last_image}
+    images: list[tuple[str, InputFile | None]] = [("planner.last_image_cut", spec.last_image)]
+    images = [*(("planner.keyframe_cut", image) for image in spec.keyframes), *images]
     if AUTO not in {request.width, request.height}:
-        images = {"planner.image_cut": spec.image, "planner.video_cut": spec.video or _with_borders(spec), **images}
+        start = spec.image if spec.starts_from_images else None
+        first = ("planner.image_cut", start), ("planner.video_cut", spec.video or _with_borders(spec))
+        images = [*first, *images]
     facts = []
-    for code, image in images.items():
+    for code, image in images:
         if image is not None and request.image_fit == CROP and (cut := _cut(image, width, height)) > _SIMILAR:
             suggested = like_image(spec, image, width * height)
             data = {"image": image.name, "percent": round(100 * cut), "size": f"{width}x{height}"}

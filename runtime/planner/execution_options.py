@@ -93,12 +93,18 @@ def _dtype(inputs: ForecastInputs) -> str:
 
 def _passes_apart(inputs: ForecastInputs) -> bool:
     """Return whether guidance passes must be separate calls: with caches, and on several GPUs."""
-    return inputs.request.guidance_cache != OFF or _calls_differ(inputs)
+    return inputs.request.guidance_cache != OFF or inputs.step_cache != NONE or inputs.workload.split is not None
 
 
-def _calls_differ(inputs: ForecastInputs) -> bool:
-    """Return whether calls of one kind may run different kernels: they skip blocks, or run in other processes."""
-    return inputs.step_cache != NONE or inputs.workload.split is not None
+def _recordable(inputs: ForecastInputs) -> bool:
+    """Return whether all calls of one kind run the same kernels, and those of one GPU alone.
+
+    Calls differ where they skip blocks. GPUs that share the tokens of a pass exchange them; those that only share the
+    passes of a step do not. Their processes keep block engines from clip to clip, which a clip's end would drop.
+    """
+    split = inputs.workload.split
+    alone = split is None or (split.sequence == 1 and not inputs.in_blocks)
+    return inputs.step_cache == NONE and alone
 
 
 def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Speed, Seconds, Conflict | None]:
@@ -218,10 +224,10 @@ def _by_rule(gpu: Gpu, able: Sequence[str]) -> tuple[str, Fact]:
 def _graphed(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether transformers' calls are recorded as CUDA graphs."""
     spec = inputs.workload.spec
-    if not inputs.workload.cuda or strategy.offload != "none" or _calls_differ(inputs) or "graphed" in spec.lacks:
+    if not inputs.workload.cuda or strategy.offload != "none" or not _recordable(inputs) or "graphed" in spec.lacks:
         return False
     # Each kind of pass with sound has a graph of its own, so a step may leave some out.
-    if spec.sound_latents is None and _passes_apart(inputs):
+    if spec.sound_latents is None and inputs.request.guidance_cache != OFF:
         return False
     # A graph would replay the kernels of the step in which it was recorded.
     if base.sparse_tau is not None:
@@ -241,8 +247,11 @@ def _graphed(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> b
 def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
     """Return whether launching kernels takes longer than running them."""
     call = call_seconds(inputs, strategy, inputs.loaded[0], base)
+    # A call is a share of a step: each GPU's own pass takes longer where they share the passes.
+    split = inputs.workload.split
+    seconds = call.likely * (1 if split is None else split.guidance)
     launches = _KERNELS_PER_BLOCK * inputs.workload.spec.blocks * _LAUNCH_SECONDS
-    return call.likely < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
+    return seconds < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
 
 
 class _Compilation(NamedTuple):

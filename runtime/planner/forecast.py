@@ -15,6 +15,7 @@ from runtime.core.request import AUTO, OFF, SOUND_DECODERS, GenerationRequest
 from runtime.core.sparse_attention import BLOCK, TAU, exact_share
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
+from runtime.models.quantization import FP8
 from runtime.models.spec import (
     CONNECTORS,
     IMAGE_ENCODER,
@@ -102,13 +103,16 @@ _ENGINE = (0.8, 1.3)
 # with the kernels of `models.row_kernels`; their factor is a guess.
 _ENGINE_AT_BEST = {"small": 0.2, "cpu": 0.3, "cuda": 0.87}
 # Slowdown of quantized arithmetic against 16 bits, (low, likely, high), on an H200: bitsandbytes with three models, FP8
-# with Wan2.2-A14B.
+# with Wan2.2-A14B at 832×480, see `_quantized`.
 _QUANTIZED: Mapping[str, tuple[float, float, float]] = {
     "none": (1.0, 1.0, 1.0),
     "fp8": (0.65, 0.874, 1.3),
     "bnb-8bit": (1.2, 1.6, 2.5),
     "bnb-4bit": (0.9, 1.0, 1.5),
 }
+# The share that FP8 saves of the time outside attention, and the share of the GPU's rate that PyTorch's own attention
+# reaches in 16 bits; fitted to tests/planner/measured_h200_speedups.jsonl like the speedups below.
+_FP8_SAVED, _NATIVE_ATTENTION_SHARE = 0.284, 0.57
 # Share of the transformers' time that remains with a step cache, (low, likely, high): it depends on model and clip.
 _CACHED = (0.3, 0.7, 1.05)
 # How much of what a guidance cache can leave out it does leave out, (most, likely, least): it leaves out all passes but
@@ -651,9 +655,22 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
         if machine.version_of("triton") and not workload.spec.small and ROW_KERNELS not in workload.spec.lacks:
             traffic *= _KERNEL_TRAFFIC
         likely = operations / (_MATRIX_SHARE * rate * slower) + traffic / bandwidth
-        quick, usual, slow = _QUANTIZED[strategy.quantization]
+        attention = workload.spec.blocks * attention_flops(workload.spec, workload.tokens)
+        share = attention / (_NATIVE_ATTENTION_SHARE * rate * slower) / likely
+        quick, usual, slow = _quantized(strategy.quantization, min(share, 1.0))
         return Seconds(usual * likely, quick * low * likely, slow * high * likely)
     return Seconds(likely, low * likely, high * likely)
+
+
+def _quantized(quantization: str, attention_share: float) -> tuple[float, float, float]:
+    """Return the slowdown of quantized arithmetic, (low, likely, high); FP8 saves time outside attention only.
+
+    Args:
+        attention_share: of attention in the time of a pass in 16 bits.
+    """
+    low, likely, high = _QUANTIZED[quantization]
+    usual = 1 - _FP8_SAVED * (1 - attention_share) if quantization == FP8 else likely
+    return low * usual / likely, usual, high * usual / likely
 
 
 def _rates(gpu: Gpu, dtype: str) -> tuple[float, float, float, bool]:

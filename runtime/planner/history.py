@@ -180,6 +180,7 @@ def calls_of(
     prompts: int = 1,
     guidance_passes: int = 2,
     refining: tuple[int, float] | None = None,
+    encoded: int = 1,
 ) -> dict[str, float]:
     """Return the number of calls of each component for one clip.
 
@@ -190,6 +191,7 @@ def calls_of(
         guidance_passes: passes of a step with guidance.
         refining: of a video in two stages, the steps of the second one, and the operations of a pass in the first as a
             share of those in the second; calls of the transformer are those in the second that take as long.
+        encoded: how often what steers a clip is encoded: once for each segment.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
@@ -197,7 +199,7 @@ def calls_of(
     guided = [name for name, scale in scales.items() if scale > 1]
     passes = {name: guidance_passes if name in guided else 1 for name in scales}
     experts = {name: sections * count * expert_steps.get(name, steps / len(scales)) for name, count in passes.items()}
-    images = 1.0
+    images = float(encoded)
     if refining is not None:
         steps_after, share = refining
         experts = {name: share * count + steps_after for name, count in experts.items()}
@@ -219,6 +221,7 @@ def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
         plan.prompts,
         plan.guidance_passes,
         None if plan.refinement is None else (len(plan.refinement.levels), plan.refinement.cost),
+        plan.sections if plan.face is not None else 1,
     )
 
 

@@ -152,7 +152,7 @@ class Workload:
     def decoded(self) -> int:
         """The latent frames that are decoded one after the other: those of the clip, or of a section's window."""
         section = self.spec.section
-        whole = self.latent_shape[2] - len(self.spec.references)
+        whole = self.latent_shape[2] - self.spec.leading_latents
         return whole if section is None else section.decoded(self.sections)
 
     def in_blocks(self, component: str) -> bool:
@@ -213,7 +213,7 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
             return _control_flops(spec, latent) * times_decoded(*latent[1:], tile)
         whole = spec.input_encoder.encode_flops(*_encoded_clip(spec, latent), video=spec.video is not None)
         # Images that are not frames of one clip are encoded one after the other.
-        calls = len(spec.images) if spec.has_keyframe else 1
+        calls = len(spec.images) if spec.keyframe_count else 1
         return calls * whole * times_decoded(*latent[1:], tile)
     frames, height, width = latent
     vae, scale = spec.vae, spec.vae.scale_factor_spatial
@@ -222,11 +222,15 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
 
 
 def _control_flops(spec: ModelSpec, latent: LatentSize) -> float:
-    """Return the operations of encoding what steers a clip; see `families.wan.vace.control_latents`."""
+    """Return the operations of encoding what steers a clip; see `control_latents` of the family.
+
+    Without a mask one of two parts is gray; without a control video there is only that. Images before the clip are
+    encoded one by one.
+    """
     clip = _encoded_clip(spec, latent)
     video, gray = (spec.input_encoder.encode_flops(*clip, video=video) for video in (True, False))
-    parts = {"none": gray, "whole": gray + video, "masked": 2 * video}
-    return parts[spec.control_kind] + len(spec.references) * spec.input_encoder.encode_flops(1, *clip[1:])
+    parts = 2 * video if spec.has_mask else gray if spec.control is None else gray + video
+    return parts + spec.leading_latents * spec.input_encoder.encode_flops(1, *clip[1:])
 
 
 def _image_input(spec: ModelSpec) -> ImageInput:
@@ -244,7 +248,7 @@ def _encoded_clip(spec: ModelSpec, latent: LatentSize) -> tuple[int, int, int]:
     frames, height, width = latent
     vae = spec.vae
     every = bool(spec.followed_videos) or spec.control_input is not None or _image_input(spec).kind == "channels"
-    count = (frames - len(spec.references) - 1) * vae.scale_factor_temporal + 1 if every else 1
+    count = (frames - spec.leading_latents - 1) * vae.scale_factor_temporal + 1 if every else 1
     return count, height * vae.scale_factor_spatial, width * vae.scale_factor_spatial
 
 
@@ -371,7 +375,8 @@ def _engine_decode_bytes(workload: Workload, element: int) -> int:
 def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     """Return the working set of the VAE's encoder.
 
-    A video is encoded one latent frame at a time, and waits in system memory, 8 bits of RGB; so does a mask, 8 bits.
+    A video is encoded in calls of as many latent frames as are decoded at once, and waits in system memory, 8 bits of
+    RGB; so does a background, and a mask in 8 bits.
     """
     if VAE_ENCODER in workload.engine_bytes:
         return _engine_encode_bytes(workload)
@@ -379,11 +384,12 @@ def _encode_bytes(workload: Workload, strategy: MemoryStrategy) -> int:
     frames, *sides = workload.latent_shape[2:]
     rows, columns = (min(side, strategy.decode_tile or side) for side in sides)
     count, height, width = _encoded_clip(spec, (frames, rows, columns))
-    if not spec.followed_videos and spec.control_kind == "none":
+    if not spec.followed_videos and not spec.has_mask:
         return spec.input_encoder.encode_bytes(count, height, width, element)
-    call = spec.input_encoder.encode_bytes(min(count, spec.vae.scale_factor_temporal), height, width, element)
+    frames_of_call = strategy.decode_chunk * spec.vae.scale_factor_temporal
+    call = spec.input_encoder.encode_bytes(min(count, frames_of_call), height, width, element)
     caches = _BUFFER_SETS * spec.input_encoder.encoder_cache_bytes(height, width, element)
-    channels = _COLORS + (spec.control_kind == "masked")
+    channels = _COLORS * (1 + (spec.background is not None)) + spec.has_mask
     return call + caches + (0 if workload.cuda else channels * count * workload.height * workload.width)
 
 
@@ -541,6 +547,9 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     If the context is unknown: the feed-forward's activations of one call, before and after the nonlinearity, and the
     norm in float32.
 
+    While the first block that reads a control video runs, there are also the tokens of that, in the engines' precision,
+    and the stream before and after the block that its result is added to.
+
     In LTX-2, where queries, keys and values between the streams have half the width, a third stream takes the place of
     what that leaves; the sound's tokens are few.
 
@@ -551,6 +560,8 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     element, width = DTYPE_BYTES[workload.precision(name)], transformer.width
     size = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
     size += _FLOAT32 * tokens * transformer.rotation_values
+    if workload.spec.control_input is not None:
+        size += tokens * (2 * _FLOAT32 + element) * width
     call = min(tokens, max(use.tokens for use in uses) or tokens)
     size += call * (_FLOAT32 + 2 * element) * width
     if workload.spec.is_packed:  # the block's weights are dequantized for its engines

@@ -14,7 +14,18 @@ from runtime.core.errors import InvalidRequestError, MachineError, MemoryShortEr
 from runtime.core.facts import Fact
 from runtime.core.images import MIDDLE
 from runtime.core.plan import PYTORCH, ComponentPlan, ExecutionPlan, Refinement, Split, default_crf, skipped_steps
-from runtime.core.request import ALL, AUTO, FINISHERS, IDLE, OFF, SOUND_DECODERS, STRENGTH, Auto, GenerationRequest
+from runtime.core.request import (
+    ALL,
+    AUTO,
+    CONTROL_VIDEOS,
+    FINISHERS,
+    IDLE,
+    OFF,
+    SOUND_DECODERS,
+    STRENGTH,
+    Auto,
+    GenerationRequest,
+)
 from runtime.core.step_cache import (
     MAGCACHE,
     NONE,
@@ -207,6 +218,7 @@ class _Settings:
         fps = clip.fps_for(request, spec)
         frames = clip.frames_for(request, spec, fps)
         clip.check_size(spec, width, height, frames)
+        clip.check_keyframes(request, spec, frames, fps)
         steps = _or(request.steps, spec.defaults.steps)
         clip.check_steps(spec, steps)
         guidance, guidance_2, embedded_guidance = _guidance(request, spec)
@@ -250,6 +262,7 @@ class _Settings:
                 prompts,
                 spec.guidance_passes,
                 None if refinement is None else (len(refinement.levels), refinement.cost),
+                1 if spec.segment_frames is None else spec.sections(frames),
             ),
             refinement=refinement,
         )
@@ -331,7 +344,8 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
     assert spec.stages == int(request.stages), "a spec in another number of stages: see `models.requested`"
     assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
     assert len(request.references) == len(spec.references), "a spec without its request's reference images"
-    for field in ("image", "last_image", "extend", "join", "video", "control", "mask"):
+    assert len(request.keyframes) == len(spec.keyframes), "a spec without its request's keyframes"
+    for field in ("image", "last_image", "extend", "join", "video", *CONTROL_VIDEOS):
         # An extended video's last frame is the image, and a loop's image is the last one.
         follows = (field == "image" and request.extend is not None) or (field == "last_image" and request.loop != OFF)
         missing = not follows and (getattr(request, field) is None) != (getattr(spec, field) is None)
@@ -350,7 +364,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         left_out = request.backend(component) == PYTORCH and not context.compares
         size = sound_size if component in SOUND_DECODERS and sound_size is not None else latent_size
         if component == "vae":
-            size = (size[0] - len(spec.references), *size[1:])
+            size = (size[0] - spec.leading_latents, *size[1:])
         return () if left_out else context.offers(component, size, device)
 
     guided = settings.guidance > 1 and (settings.guidance_2 is None or settings.guidance_2 > 1)
@@ -429,6 +443,8 @@ def _plan(
         crf=default_crf(settings.width, settings.height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
         last_image=spec.last_image,
+        keyframes=spec.keyframes,
+        keyframe_seconds=request.keyframe_seconds,
         image_fit=request.image_fit,
         image_position=_or(request.image_position, MIDDLE),
         loop=request.loop,
@@ -439,8 +455,11 @@ def _plan(
         video=spec.video,
         strength=settings.strength,
         control=spec.control,
+        face=spec.face,
+        background=spec.background,
         mask=spec.mask,
         outpaint=spec.outpaint,
+        control_start=request.control_second,
         references=spec.references,
         control_scale=request.control_scale,
         preprocess=request.preprocess,

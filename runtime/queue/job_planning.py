@@ -7,7 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import AUTO, CONTROL_FIELDS, GenerationRequest
+from runtime.core.request import AUTO, CONTROL_FIELDS, CONTROL_VIDEOS, GenerationRequest
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -34,6 +34,8 @@ _OF_FIRST_PART = (
     "fps",
     "image",
     "last_image",
+    "keyframes",
+    "keyframe_seconds",
     "video",
     "strength",
     "loop",
@@ -43,6 +45,8 @@ _OF_FIRST_PART = (
     *CONTROL_FIELDS,
     "control_scale",
     "preprocess",
+    "overlap",
+    "control_start",
 )
 
 
@@ -90,11 +94,11 @@ class JobReplanner:
                 output=record.output,
                 image=spec.image,
                 last_image=spec.last_image,
+                keyframes=spec.keyframes,
                 extend=spec.extend,
                 join=spec.join,
                 video=spec.video,
-                control=spec.control,
-                mask=spec.mask,
+                **{field: getattr(spec, field) for field in CONTROL_VIDEOS},
                 references=spec.references,
                 loras=spec.loras,
             )
@@ -160,8 +164,10 @@ def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
         [
             None if use is None else use.digest
             for use in (
-                *(source.image, source.last_image, source.extend, source.join),
-                *(source.video, source.control, source.mask, *source.references),
+                *(source.image, source.last_image, source.extend, source.join, source.video),
+                *(getattr(source, field) for field in CONTROL_VIDEOS),
+                *source.references,
+                *source.keyframes,
             )
         ]
         for source in (plan, spec)

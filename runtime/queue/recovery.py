@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,7 +251,7 @@ def exit_reason(code: int, before: MemoryKills, now: MemoryKills) -> tuple[Fact,
         before, now: the kernel's count from seconds before its end, and from after it.
     """
     killed = now.since(before)
-    if code == -signal.SIGKILL and killed is not None:
+    if sys.platform != "win32" and code == -signal.SIGKILL and killed is not None:
         return killed, True
     if code == EXIT_DEVICE_LOST:
         return Fact("queue.exit_device_lost"), False

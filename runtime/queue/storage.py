@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -226,8 +227,11 @@ class ClockWatch:
 
 def _uptime() -> float:
     """Return seconds of a clock that cannot be set; on Linux it also counts while the machine sleeps."""
-    boot_clock = getattr(time, "CLOCK_BOOTTIME", None)
-    return time.monotonic() if boot_clock is None else time.clock_gettime(boot_clock)
+    if sys.platform == "linux":
+        seconds = time.clock_gettime(time.CLOCK_BOOTTIME)
+    else:
+        seconds = time.monotonic()
+    return seconds
 
 
 def _is_damaged(store: JobStore) -> bool:

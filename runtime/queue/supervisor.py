@@ -169,8 +169,8 @@ class Supervisor:
         slot.process.join(_KILLED_SECONDS)
 
     def _start(self, slot: _Slot) -> None:
-        ours, theirs = multiprocessing.Pipe()
         context: Any = multiprocessing.get_context(_START_METHOD)
+        ours, theirs = context.Pipe()
         process: BaseProcess = context.Process(
             target=main, args=(slot.config, theirs), name=f"worker-{slot.config.gpu}", daemon=False
         )

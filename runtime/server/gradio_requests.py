@@ -38,6 +38,8 @@ OWN = "/tandem/"
 IMAGES = f"{OWN}images/"
 VIDEOS = f"{OWN}videos/"
 LATENTS = f"{OWN}latents/"
+# The control frames of the form.
+CONTROL = f"{OWN}control"
 # Of both pages: what clips can be exported to, by their ids, and the export.
 EXPORT = f"{OWN}export"
 # The path of Gradio's own route, which gradio_client uses; `image_uploads` takes its place.
@@ -71,11 +73,11 @@ _VIDEOS = re.compile(rf"{VIDEOS}[^/]{{1,600}}", re.DOTALL)
 _LATENTS = re.compile(rf"{LATENTS}[0-9a-f]{{16}}/[0-9]{{1,15}}/[0-9]{{1,15}}/[^/]{{1,600}}")
 _WRITE = re.compile(rf"{JOIN}|{GENERATE}/?|{CANCEL}|{RESET}/?|{EXPORT}|{_UPLOADS.pattern}", re.DOTALL)
 _OWNER_READ = re.compile(
-    rf"{OWN}(?:now(?:/[0-9]{{1,15}})?|poster/[0-9a-f]{{8}}\.webp|copy/[0-9a-f]{{8}}\.mp4|clip/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
+    rf"{OWN}(?:now(?:/[0-9]{{1,15}})?|poster/[0-9a-f]{{8}}\.webp|(?:copy|before)/[0-9a-f]{{8}}\.mp4|clip/[0-9a-f]{{8}}/[0-9]{{1,9}}\.mp4"
     rf"|report/(?:whole/)?[0-9a-f]{{8}}\.json)|{FILE}.*",
     re.DOTALL,
 )
-_OWNER_WRITE = re.compile(rf"{RUN}|{OWN}panels/[a-z]{{1,16}}|{_LATENTS.pattern}|{_VIDEOS.pattern}", re.DOTALL)
+_OWNER_WRITE = re.compile(rf"{RUN}|{CONTROL}|{OWN}panels/[a-z]{{1,16}}|{_LATENTS.pattern}|{_VIDEOS.pattern}", re.DOTALL)
 _VISITOR_READ = re.compile(rf"{VIDEO}.*", re.DOTALL)
 
 

@@ -11,10 +11,11 @@ import json
 import re
 from collections import Counter
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
@@ -26,6 +27,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import VIDEOS, JobRecord
 from runtime.queue.support_report import report
 from runtime.server.gradio_requests import FILE, OWN
+from runtime.server.image_queue import ImageQueue
 from runtime.video.mp4 import copy_without_metadata
 from runtime.video.preview import still
 
@@ -115,6 +117,7 @@ def routes(worker: JobQueue, settings: Settings) -> list[BaseRoute]:
         Route(f"{OWN}now/{{version:int}}", files.now),
         Route(f"{OWN}poster/{{name}}.webp", files.poster),
         Route(f"{OWN}clip/{{name}}/{{count:int}}.mp4", files.clip),
+        Route(f"{OWN}before/{{name}}.mp4", files.before),
         Route(f"{OWN}copy/{{name}}.mp4", files.copy),
         Route(f"{OWN}report/{{name}}.json", files.report),
         Route(f"{OWN}report/whole/{{name}}.json", files.report_with_prompt),
@@ -128,6 +131,7 @@ class _JobFiles:
         self._worker = worker
         self._store = worker.store
         self._settings = settings
+        self._before = ImageQueue()
 
     async def video(self, request: Request) -> Response:
         """Send a video by its path, as Gradio's clients ask for it."""
@@ -184,6 +188,22 @@ class _JobFiles:
         job = await self._job(request)
         folder = None if job is None else self._store.folder(job.id)
         clip = await asyncio.to_thread(clip_of, folder, request.path_params["count"])
+        return video_response(clip, self._worker.sending, cached=False)
+
+    async def before(self, request: Request) -> Response:
+        """Send a clip of what a finished video was made from, see `before_clips`; it is made for the first request."""
+        from runtime.server.before_clips import make_before  # imports numpy, which `serve` does not need
+
+        job = await self._job(request)
+        folder = None if job is None else self._store.folder(job.id)
+        if job is None or job.state != "done" or job.plan is None or folder is None:
+            return _not_found()
+        try:
+            clip = await self._before.run(request, "", 0, partial(make_before, job.plan, folder))
+        except TandemError as error:
+            return PlainTextResponse(f"{error.what} {error.remedy}", 404, _PRIVATE)
+        except ClientDisconnect:
+            return _not_found()
         return video_response(clip, self._worker.sending, cached=False)
 
     async def copy(self, request: Request) -> Response:

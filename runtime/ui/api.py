@@ -38,6 +38,8 @@ _TYPES: Mapping[str, Any] = {
     "backends": dict[str, str] | list[str] | None,
     "loras": list[str] | None,
     "references": list[str] | None,
+    "keyframes": list[str] | None,
+    "keyframe_seconds": float | list[float] | None,
     "control_scale": float | list[float] | None,
 }
 

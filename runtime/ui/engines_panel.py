@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,7 +268,7 @@ def check_trusted(value: object, path: Path) -> None:
     """
     if value != "on":
         raise InvalidRequestError("trusted", "ui.engine_file_untrusted", file=path.name)
-    if os.name == "posix" and path.stat().st_uid not in {os.getuid(), _ROOT_USER}:
+    if sys.platform != "win32" and path.stat().st_uid not in {os.getuid(), _ROOT_USER}:
         raise EngineError("ui.engine_file_of_another_user", file=path.name)
 
 

@@ -14,7 +14,7 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import NO_BORDERS
-from runtime.core.request import COMPONENTS, CONTROL_FIELDS, FIELDS, FINISHERS, OFF, GenerationRequest
+from runtime.core.request import COMPONENTS, CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS, FINISHERS, OFF, GenerationRequest
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -33,8 +33,6 @@ SIZE_FROM = "size_from"
 FROM_IMAGE = "image"
 # The fields whose image or video the size can follow.
 _SIZED = ("image", "video", "control")
-# Besides the files that steer a video, what only models have that are steered.
-_OF_CONTROL = ("control_scale", "preprocess", "outpaint", "extend_frames", "join")
 NAMES = (
     *(
         control
@@ -280,6 +278,7 @@ def model_values(
 
 def lacks(spec: ModelSpec) -> frozenset[str]:
     """Return the request fields that a model does not have; the form does not show them."""
+    steering = () if spec.control_input is None else spec.control_input.fields
     return spec.unsupported | {
         name
         for name, there in (
@@ -290,7 +289,9 @@ def lacks(spec: ModelSpec) -> frozenset[str]:
             ("compile", "compiled" not in spec.lacks),
             ("attention", "attention" not in spec.lacks),
             ("loras", takes_loras(spec.family)),
-            *((name, spec.control_input is not None) for name in (*CONTROL_FIELDS, *_OF_CONTROL)),
+            *((name, name in steering) for name in (*CONTROL_FIELDS, *CONTROL_OPTIONS)),
+            *((name, spec.takes_keyframes) for name in ("keyframes", "keyframe_seconds")),
+            *((name, spec.takes_given_frames) for name in ("extend_frames", "join")),
         )
         if not there
     }
@@ -459,19 +460,20 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     for name in lacks(spec):
         request[name] = GenerationRequest.model_fields[name].get_default(call_default_factory=True)
     # The form shows no place for what the model does not take.
-    if spec.image_input is None:
-        request["image"] = None
-    if spec.image_input is None or spec.image_input.last == "none":
-        request["last_image"] = None
-    if spec.video_input is None:
-        request["video"] = None
-    if spec.image_input is None:
-        request["extend"] = None
+    for name, taken in (
+        ("image", spec.image_input is not None),
+        ("last_image", spec.image_input is not None and spec.image_input.last != "none"),
+        ("video", spec.video_input is not None),
+        ("extend", spec.starts_from_images),
+    ):
+        request[name] = request[name] if taken else None
     if request["control"] is None:  # the form shows it with a control video only
-        request["preprocess"], request["outpaint"] = OFF, NO_BORDERS
+        request |= {"preprocess": OFF, "control_start": 0, "outpaint": NO_BORDERS}
+    if not request["keyframes"]:  # the form shows times with keyframes only
+        request["keyframe_seconds"] = ()
     if request["extend"] is None:
-        request["extend_frames"], request["join"] = AUTO, None
-    if request["extend"] is not None:
+        request |= {"extend_frames": AUTO, "join": None}
+    else:
         request["width"] = request["height"] = request["fps"] = AUTO
     if size_from == FROM_IMAGE and any(request[name] is not None for name in _SIZED):
         request["width"] = request["height"] = AUTO

@@ -17,7 +17,7 @@ from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import PREFIX, ImageUse, InputFile, VideoUse, field_of
-from runtime.core.request import CONTROL_FIELDS, FIELDS
+from runtime.core.request import CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS, MAX_CONTROL_START
 from runtime.core.request_fields import MaskFile, VideoFile
 from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
@@ -25,7 +25,7 @@ from runtime.models import extended
 from runtime.models.catalogue import EMBEDDED
 from runtime.models.images import find_image, image_models, open_image
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import FIELD, find_picture, open_picture
+from runtime.models.videos import FIELD, find_picture, find_video, open_picture
 from runtime.planner.requirements import fit
 from runtime.queue.job_planning import continuation
 from runtime.queue.views import Job
@@ -39,14 +39,14 @@ from runtime.video.mp4 import read_frame
 EXAMPLES = ROOT / "examples"
 # Of files, for file dialogs; browsers do not know MKV as a video.
 _VIDEOS = "video/*,.mkv"
-# What is set beside the files that steer a video.
-_STEERING = ("control_scale", "preprocess", "outpaint", "extend_frames")
 _SIDE = 512
+# Of a frame that a mask is drawn on.
+_LARGE_SIDE = 1024
 _QUALITY = 85
 
 
 def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: bool = True) -> str:
-    """Return the places that a model has: for the first image, for the last one, and for videos and reference images.
+    """Return the places that a model has, for images and videos.
 
     Args:
         models: what the page offers, by name.
@@ -55,29 +55,42 @@ def places_html(spec: ModelSpec, models: Mapping[str, ModelSpec], *, videos: boo
     inputs = spec.image_input
     places = []
     if inputs is not None:
-        places.append(("image", "First image" if inputs.last != "none" else FIELDS["image"].label, inputs.required))
+        title = "First image" if inputs.last != "none" else FIELDS["image"].label
+        places.append(("image", title if spec.starts_from_images else "Character", inputs.required))
+        if spec.takes_keyframes:
+            places.append(("keyframes", FIELDS["keyframes"].label, False))
         if inputs.last != "none":
             places.append(("last_image", FIELDS["last_image"].label, inputs.last == "required"))
-        if videos:
+        if videos and spec.starts_from_images:
             places.append((extended.FIELD, FIELDS[extended.FIELD].label, False))
-            if spec.control_input is not None:
+            if spec.takes_given_frames:
                 places.append(("join", FIELDS["join"].label, False))
     takes_video = videos and spec.video_input is not None
     if takes_video:
         places.append((FIELD, FIELDS[FIELD].label, False))
     if spec.control_input is not None:
-        steering = [name for name in CONTROL_FIELDS if videos or not isinstance(FIELDS[name], VideoFile)]
-        places += [(name, FIELDS[name].label, False) for name in steering]
+        steering = [name for name in CONTROL_FIELDS if name in spec.control_input.fields]
+        steering = [name for name in steering if videos or not isinstance(FIELDS[name], VideoFile)]
+        places += [(name, FIELDS[name].label, name in spec.control_input.required) for name in steering]
     return render(
         "images.html",
         model=spec.name,
         places=places,
-        able=[[model.name, model.title] for model in models.values() if model.image_input is not None],
+        able=[[model.name, model.title] for model in models.values() if model.starts_from_images],
         most=MAX_FILE_BYTES,
         accepted={field: _accepted(field) for field, _, _ in places},
         takes_video={name for name, declared in FIELDS.items() if isinstance(declared, VideoFile)},
         strength=FIELDS["strength"],
-        steering={} if spec.control_input is None else {name: FIELDS[name] for name in _STEERING},
+        keyframe_seconds=FIELDS["keyframe_seconds"] if spec.takes_keyframes else None,
+        steering={
+            name: FIELDS[name]
+            for name in CONTROL_OPTIONS
+            if spec.control_input is not None and name in spec.control_input.fields
+        },
+        extend_frames=FIELDS["extend_frames"] if spec.takes_given_frames else None,
+        steering_videos=videos,
+        # On control frames, which is what the page shows of them.
+        draws=spec.control_input is not None and spec.control_input.masked == "control",
         guidance={name: guidance(spec, from_image=image) for name, image in (("text", False), ("image", True))},
         examples=examples() if inputs is not None and spec.directory.parent == EMBEDDED else [],
     )
@@ -152,6 +165,11 @@ class ImageAnswers:
                 seconds = clip.seconds if isinstance(clip, VideoUse) else None
                 size = {"width": clip.width, "height": clip.height, "seconds": seconds}
                 return {"picture": picture(open_picture(clip)), **size}
+            case {"what": "moment", "video": str(video), "seconds": int() | float() as seconds} if (
+                self._pictures and video.startswith(PREFIX) and 0 <= seconds <= MAX_CONTROL_START
+            ):
+                clip = find_video(video, self._settings.cache_dir, 1, 1, keep=False)
+                return {"picture": picture(open_picture(clip, seconds), _LARGE_SIDE)}
             case {"what": "picture", "extend": str(video)} if self._pictures and video.startswith(PREFIX):
                 return self._extended(video)
             case {"what": "refusal", "model": str(model)}:
@@ -225,10 +243,10 @@ def error_answer(error: TandemError, redact: Callable[[str], str]) -> dict[str, 
     return {"error": redact(" ".join(page_text(error.fact)).strip())}
 
 
-def picture(image: Image.Image) -> str:
-    """Return an RGB image as a data address, at most 512 pixels wide and high."""
+def picture(image: Image.Image, side: int = _SIDE) -> str:
+    """Return an RGB image as a data address, at most `side` pixels wide and high."""
     small = image.copy()
-    small.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)
+    small.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     small.save(file, "WEBP", quality=_QUALITY)
     return _address(file.getvalue())

@@ -27,7 +27,7 @@ from runtime.core.events import (
 from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, INTERPOLATOR_TITLES, ExecutionPlan
 from runtime.core.progress import OF_FRAMES, Progress
-from runtime.core.request import LOSSLESS, OFF, STAGES
+from runtime.core.request import FIELDS, LOSSLESS, OFF, STAGES
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
@@ -133,8 +133,9 @@ def view(job: Job, worker: JobQueue, audience: Audience, icon: str, now: float) 
     address = audience.address(job) if line.state == "done" else ""
     size, poster = (job.summary.width, job.summary.height), poster_address(job, audience)
     clip = _clip(job, progress, line, audience)
+    before = _before(job, progress, address, audience)
     return View(
-        picture=picture_html(progress, line.state, icon, address, poster, size, clip),
+        picture=picture_html(progress, line.state, icon, address, poster, size, clip, before=before),
         status=status_html(line, job.id, panels=audience.panels),
         facts=_facts(job, progress, address, audience),
         busy=progress.end is None and job.state != "interrupted",
@@ -156,6 +157,19 @@ class Clip:
     address: str
     of: str
     making: int
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a finished video can be compared with.
+
+    Attributes:
+        address: where its clip is served.
+        title: of the button.
+    """
+
+    address: str
+    title: str
 
 
 @dataclass(frozen=True)
@@ -209,6 +223,19 @@ def _clip(job: Job, progress: Progress, line: Line, audience: Audience) -> Clip 
         # While the last of them is being saved, it is still the one that is made.
         making=progress.section if line.state in {"running", "stopping"} and progress.section > clip[0] else 0,
     )
+
+
+def _before(job: Job, progress: Progress, address: str, audience: Audience) -> Before | None:
+    """Return what a video was made from: its control video, the video that it changes, or its decoded frames."""
+    saved = progress.end
+    if not address or not audience.panels or not isinstance(saved, VideoSaved):
+        return None
+    for field in ("control", "video"):
+        if field in job.summary.inputs:
+            title = f"Compare with the {FIELDS[field].label.lower()}"
+            return Before(f"tandem/before/{job.id}.mp4", title)
+    plain = saved.plain
+    return None if plain is None else Before(file_url(plain, saved), "Compare with the frames as they were decoded")
 
 
 async def follow_events(job: Job, watch: Watch) -> AsyncIterator[Event]:
@@ -270,6 +297,7 @@ def picture_html(
     size: tuple[int, int] = _USUAL_SIZE,
     clip: Clip | None = None,
     grid: Grid | None = None,
+    before: Before | None = None,
 ) -> str:
     """Return the frame with the video, or else with the last preview: dimmed if the job ended without a video.
 
@@ -279,6 +307,7 @@ def picture_html(
         size: width and height of the video in pixels.
         clip: of what is finished, while there is no video; the last preview is of the section that is made meanwhile.
         grid: the videos of a group, which take the whole frame.
+        before: what the video can be compared with.
     """
     still = preview_address(progress) if progress else ""
     if state == "done":
@@ -301,6 +330,7 @@ def picture_html(
         text="" if grid else words,
         size=size,
         grid=grid,
+        before=before,
     )
 
 

@@ -24,7 +24,7 @@ from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import image_uploads, latent_uploads
 from runtime.server.security import Submit
-from runtime.ui import api, exports, form, panels, theme
+from runtime.ui import api, control_preview, exports, form, panels, theme
 from runtime.ui.cluster_panel import ClusterPanel
 from runtime.ui.decode_panel import DecodePanel
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
@@ -108,6 +108,7 @@ def build(
         }
     )
     routes += exports.routes(exports.owners_video(worker, settings))
+    routes += control_preview.routes(preview, models)
     uploads = image_uploads.routes(keep, keep_video=_keeping_videos(settings))
     return page, submissions, [*routes, *uploads, *latent_uploads.routes(settings.latents_dir)]
 
@@ -159,6 +160,7 @@ def _blocks(
                 with gr.Tab("Cluster", id="cluster", elem_id="tab-cluster"):
                     _panel("cluster")
         _panel("comparison")
+        _panel("mask")
         # The panels' script reads the form with this button; see `formValues` in panels.js.
         gr.Button("Read the form", visible="hidden", elem_id="read-form").click(
             **LOCAL, inputs=list(created.controls.values()), js="(...values) => window.tandem.formRead(values)"

@@ -42,7 +42,7 @@ from runtime.planner.interpolation import check_rate
 from runtime.planner.placement import VAE_PSNR, usable_gpus
 from runtime.planner.presets import BEST, Preset, presets
 from runtime.queue.store import JobStore
-from runtime.ui import fields, form, formatting
+from runtime.ui import control_preview, fields, form, formatting
 from runtime.ui.formatting import WORDS, page_text, paragraph, render, sentences
 from runtime.ui.jobs_panel import example_of
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
@@ -675,6 +675,7 @@ class PreviewPanel:
             "field": summary.field,
             "problem": summary.problem,
             "size": None if plan is None else [plan.width, plan.height],
+            "control": None if plan is None else control_preview.about(plan),
             "state": state,
         }
 

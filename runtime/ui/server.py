@@ -87,6 +87,7 @@ def start(
     server = PageServer(listen(host, port) if sockets is None else sockets, limits_for(raise_open_files()))
     url = address_of(host, port)
     routes = [*theme.files(), theme.manifest(), *site.routes]
+    private.poll_less(site.page)
     try:
         with private.served_by(server, url, logins):
             site.page.launch(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -154,8 +155,9 @@ class VisitorProcess:
 
     def _run(self) -> str:
         """Run the process until it ends; return how it ended."""
-        ours, theirs = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(
+        context: Any = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
             target=main, args=(self._config, self._sockets, theirs, self._logins), name="visitors", daemon=False
         )
         with ours:

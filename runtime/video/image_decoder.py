@@ -250,15 +250,15 @@ def _limit(seconds: float | None, wait: float, memory: int | None) -> None:
 
     The process that sends requests checks the same limits; these hold without it, and while C code runs.
     """
-    if sys.platform == "win32":
-        return
-    signal.setitimer(signal.ITIMER_REAL, wait)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    spent = used.ru_utime + used.ru_stime
-    limits = (
-        (resource.RLIMIT_CPU, None if seconds is None else int(spent + seconds) + 1),
-        (resource.RLIMIT_AS, memory),
-    )
-    for kind, most in limits:
-        with contextlib.suppress(OSError, ValueError):  # macOS does not limit the address space
-            resource.setrlimit(kind, (resource.RLIM_INFINITY if most is None else most, resource.getrlimit(kind)[1]))
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, wait)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        spent = used.ru_utime + used.ru_stime
+        limits = (
+            (resource.RLIMIT_CPU, None if seconds is None else int(spent + seconds) + 1),
+            (resource.RLIMIT_AS, memory),
+        )
+        for kind, most in limits:
+            hard = resource.getrlimit(kind)[1]
+            with contextlib.suppress(OSError, ValueError):  # macOS does not limit the address space
+                resource.setrlimit(kind, (resource.RLIM_INFINITY if most is None else most, hard))

@@ -5,6 +5,11 @@ import math
 import numpy as np
 from PIL import Image, ImageFilter, ImageOps
 
+# Of a mask's values, above which a pixel changes: diffusers compares values of 0 to 1 with 0.5.
+CHANGES_ABOVE = 127
+# Of what changes in a mask; and of what is not known of a control frame, as in the example of diffusers'
+# `WanVACEPipeline`.
+CHANGED, UNKNOWN = 255, 128
 # Of Canny's method: the blur before it, in pixels, and the change of a color, of 255, within that many pixels that
 # begins an edge, and that continues one.
 _BLUR, _STRONG, _WEAK = 1.4, 22.0, 8.0
@@ -14,6 +19,17 @@ _SCRIBBLE_BLUR, _SCRIBBLE_WIDTH = 3.0, 3
 _PLACES = 24
 # The next pixel, as (y, x), in each of four directions of the slope.
 _NEXT = ((0, 1), (1, 1), (1, 0), (1, -1))
+
+
+def control_frame(frame: Image.Image, kind: str, mask: Image.Image | None) -> Image.Image:
+    """Return what `preprocessed` makes of a frame; of one with a mask, of mode L, where it changes."""
+    made = preprocessed(frame, kind)
+    return made if mask is None else Image.composite(made, frame, changes_of(mask))
+
+
+def changes_of(mask: Image.Image) -> Image.Image:
+    """Return where a mask changes a frame: 255 there, else 0. Both have mode L."""
+    return mask.point([CHANGED if value > CHANGES_ABOVE else 0 for value in range(256)])
 
 
 def preprocessed(frame: Image.Image, kind: str) -> Image.Image:

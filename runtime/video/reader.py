@@ -355,23 +355,31 @@ def square_filters(matrix: str) -> str:
 
 
 def count_frames(
-    info: VideoInfo, rate: Fraction, most: int, field: str = "file", check: Callable[[], None] = never
+    info: VideoInfo,
+    rate: Fraction,
+    most: int,
+    field: str = "file",
+    check: Callable[[], None] = never,
+    start: float = 0.0,
 ) -> int:
     """Return how many frames a video has at a rate, at most `most`; `read_video` reads as many.
 
     Args:
         field, check: see `read_info`.
+        start: see `read_video`.
 
     Raises:
         InvalidRequestError: if it has none, or takes too much time or memory.
     """
     # Without flushing, hundreds of frames may pass before a line is written.
-    options = ["-vf", _nearest(rate), "-fps_mode", "passthrough", "-frames:v", str(most)]
+    options = ["-vf", _nearest(rate, start), "-fps_mode", "passthrough", "-frames:v", str(most)]
     options += ["-f", "framecrc", "-flush_packets", "1", "-"]
     with _Decoder(info.path, field, options, check, seconds=_COUNT_SECONDS) as decoder:
         frames = sum(not line.startswith(b"#") for line in iter(decoder.read_line, b""))
         decoder.wait()
     if not frames:
+        if start:
+            raise InvalidRequestError("control_start", "control.starts_after_end", file=info.path.name, start=start)
         raise InvalidRequestError(field, "source.no_frames", file=info.path.name)
     return frames
 
@@ -384,6 +392,7 @@ def read_video(
     most: int | None = None,
     field: str = "file",
     check: Callable[[], None] = never,
+    start: float = 0.0,
 ) -> "Generator[np.ndarray, None, str]":
     """Yield the frames of a video, at most `count` at a time: (n, height, width, 3) uint8.
 
@@ -391,6 +400,7 @@ def read_video(
         rate: frames per second, those nearest in time; by default, the video's own.
         most: the most frames; by default, all.
         field, check: see `read_info`.
+        start: the second of the first frame, for frames at a rate of their own.
 
     Returns:
         What ffmpeg reported; empty unless a part of the file is damaged.
@@ -404,7 +414,7 @@ def read_video(
     if rate is None:
         options = ["-vf", square_filters(info.matrix), "-fps_mode", "cfr", "-r", str(info.rate)]
     else:
-        options = ["-vf", f"{_nearest(rate)},{square_filters(info.matrix)}", "-fps_mode", "passthrough"]
+        options = ["-vf", f"{_nearest(rate, start)},{square_filters(info.matrix)}", "-fps_mode", "passthrough"]
     options += [] if most is None else ["-frames:v", str(most)]
     size = info.width * info.height * COLORS
     any_frames = False
@@ -471,6 +481,9 @@ def read_sound(
     return Sound(np.ascontiguousarray(samples.reshape(-1, count).T, np.float32), own_rate)
 
 
-def _nearest(rate: Fraction) -> str:
-    """Return the filter that gives a video another constant rate, with the frames nearest in time."""
-    return f"fps={rate}"
+def _nearest(rate: Fraction, start: float) -> str:
+    """Return the filter that gives a video another constant rate from a second on, with the frames nearest in time.
+
+    All is decoded from the beginning on: ffmpeg does not find times in transport streams and raw streams exactly.
+    """
+    return f"fps={rate}:start_time={start:.6f}" if start else f"fps={rate}"

@@ -62,9 +62,28 @@ def test_the_forecast_is_in_view(open_page: OpenPage) -> None:
     assert re.search(r"A 1\.1 s clip takes about .* s and .* here", page.inner_text("#card"))
 
 
-def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
+def test_rows_follow_the_model_the_machine_and_their_own_choice(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
+    # What the machine lacks is disabled with the reason.
+    for part in ROWS:
+        cell = page.locator(f"#part-{part} td:has([value=tensorrt])")
+        assert cell.locator("input").is_disabled()
+        described = cell.locator("input").get_attribute("aria-describedby")
+        assert page.inner_text(f"#{described}") == "no NVIDIA GPU was found"
+    assert page.inner_text("#field-quantization option[value=fp8]") == "FP8: no NVIDIA GPU was found"
+    assert page.locator("#field-quantization option:disabled").count() == 3
+    # The layout fits, with accessible names.
+    for viewport in (DESKTOP, PHONE):
+        page.set_viewport_size(viewport)
+        assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    page.set_viewport_size(DESKTOP)
+    assert page.evaluate(UNNAMED_INPUTS) == []
+    assert "NVIDIA" in page.inner_text("#part-vae .why")
+    assert page.locator("#plan-summary [aria-live]").count() == 1
+    assert page.locator("#part-vae [aria-live]").count() == 0
+    assert page.complaints == []
+    # A choice changes only its own badge.
     choose(page, "backend_vae", "pytorch")
     wait_for_chip(page, "vae", "PyTorch: as requested")
     choose(page, "backend_vae", "onnxruntime")
@@ -73,6 +92,12 @@ def test_a_choice_changes_only_its_own_badge(open_page: OpenPage) -> None:
     assert line("ui.builds_later", engines=2) in page.inner_text("#plan-summary .plan-line")
     choose(page, "build", "never")
     wait_for_chip(page, "vae", "PyTorch: no ONNX Runtime engine, and none is to be built")
+    # The model decides which rows and fields there are.
+    assert "High-noise transformer" in page.inner_text("#part-transformer")
+    assert page.is_visible("#part-transformer_2")
+    assert page.is_visible("#field-loras")
+    page.evaluate("() => { document.querySelector('#card .model').dataset.lacks = 'loras' }")
+    page.wait_for_selector("#field-loras", state="hidden")
 
 
 def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
@@ -95,18 +120,6 @@ def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     tick(page, "#size input[value='64x32']")
     page.wait_for_selector("#plan-summary .memory", state="visible")
     page.wait_for_selector("#field-width [aria-invalid=true]", state="detached")
-
-
-def test_what_the_machine_lacks_is_disabled_with_the_reason(open_page: OpenPage) -> None:
-    page = open_page()
-    unfold(page)
-    for part in ROWS:
-        cell = page.locator(f"#part-{part} td:has([value=tensorrt])")
-        assert cell.locator("input").is_disabled()
-        described = cell.locator("input").get_attribute("aria-describedby")
-        assert page.inner_text(f"#{described}") == "no NVIDIA GPU was found"
-    assert page.inner_text("#field-quantization option[value=fp8]") == "FP8: no NVIDIA GPU was found"
-    assert page.locator("#field-quantization option:disabled").count() == 3
 
 
 def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> None:
@@ -148,29 +161,6 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     wait_for_chip(page, "vae", "PyTorch: as requested")
     page.wait_for_selector("#part-upscaler")
     assert [page.input_value(f"#field-{name}") for name in ("interpolate", "upscale")] == ["2", "2"]
-
-
-def test_rows_follow_the_model(open_page: OpenPage) -> None:
-    page = open_page()
-    unfold(page)
-    assert "High-noise transformer" in page.inner_text("#part-transformer")
-    assert page.is_visible("#part-transformer_2")
-    assert page.is_visible("#field-loras")
-    page.evaluate("() => { document.querySelector('#card .model').dataset.lacks = 'loras' }")
-    page.wait_for_selector("#field-loras", state="hidden")
-
-
-def test_the_layout_fits_and_has_accessible_names(open_page: OpenPage) -> None:
-    page = open_page()
-    unfold(page)
-    for viewport in (DESKTOP, PHONE):
-        page.set_viewport_size(viewport)
-        assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert page.evaluate(UNNAMED_INPUTS) == []
-    assert "NVIDIA" in page.inner_text("#part-vae .why")
-    assert page.locator("#plan-summary [aria-live]").count() == 1
-    assert page.locator("#part-vae [aria-live]").count() == 0
-    assert page.complaints == []
 
 
 def test_launch_flags_are_defaults_until_the_user_chooses(
@@ -247,18 +237,9 @@ def select_strategies(page: Any) -> None:
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
-def test_a_form_that_does_not_fit_lists_all_strategies(open_page: OpenPage, short_of_memory: Server) -> None:
-    page = open_page(url=short_of_memory.url)
-    unfold(page)
-    customize(page, width="1024", height="1024")
-    customize(page, frames="253")
-    page.wait_for_selector(".strategies:has-text('No strategy fits into memory')")
-    assert "video memory" in page.inner_text("#plan-summary .trouble")
-    assert page.locator(".strategy:enabled").count() == 0
-    assert page.locator(".strategy").count() == 9
-
-
-def test_each_badge_follows_its_backend(open_page: OpenPage, short_of_memory: Server) -> None:
+def test_each_badge_follows_its_backend_and_a_form_that_does_not_fit_lists_all_strategies(
+    open_page: OpenPage, short_of_memory: Server
+) -> None:
     page = open_page(url=short_of_memory.url)
     unfold(page)
     for part in ROWS:
@@ -271,3 +252,10 @@ def test_each_badge_follows_its_backend(open_page: OpenPage, short_of_memory: Se
                 arg=[part, before],
             )
         assert page.inner_text(f"#part-{part} .badge") == planned
+    # A form that does not fit lists all strategies.
+    customize(page, width="1024", height="1024")
+    customize(page, frames="253")
+    page.wait_for_selector(".strategies:has-text('No strategy fits into memory')")
+    assert "video memory" in page.inner_text("#plan-summary .trouble")
+    assert page.locator(".strategy:enabled").count() == 0
+    assert page.locator(".strategy").count() == 9

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 
 from tests.app_server import Server, make_cache, serving
-from tests.browser.conftest import DESKTOP, PHONE, advance, complaint_of, customize, ready, start, state, wait_for_state
+from tests.browser.conftest import (
+    DESKTOP,
+    PHONE,
+    Contexts,
+    advance,
+    complaint_of,
+    customize,
+    ready,
+    start,
+    state,
+    wait_for_state,
+)
 from tests.browser.conftest import ask as fill_form
 from tests.browser.test_page import PLAYING, UNNAMED_INPUTS
 from tests.sharing_app import HOST, link_of
@@ -26,15 +37,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
-    """Return a function that opens the link in a browser of its own, and logs in by default."""
-    contexts = []
+def visit(contexts: Contexts, shared: Server) -> Iterator[Visit]:
+    """Return a function that opens the link in a browser context of its own, and logs in by default."""
     port, user, password = link_of(shared.cache_dir)
 
     def opened(viewport: dict[str, int] = DESKTOP, *, log_in: bool = True) -> Any:
-        context = chromium.new_context(viewport=viewport)
-        contexts.append(context)
-        page = context.new_page()
+        page = contexts.take().new_page()
+        page.set_viewport_size(viewport)
         page.set_default_timeout(30_000)
         page.complaints, page.requests = [], []
         page.on("pageerror", lambda error: page.complaints.extend(complaint_of(error)))
@@ -49,8 +58,7 @@ def visit(chromium: Any, shared: Server) -> Iterator[Visit]:
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
+    contexts.give_back()
 
 
 def ask(page: Any, prompt: str, *, long: bool = False) -> None:
@@ -127,19 +135,6 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit) -> No
     assert page.complaints == []
 
 
-def test_an_exceeded_limit_is_shown_next_to_the_picture(visit: Visit) -> None:
-    page = visit()
-    page.fill("#field-prompt textarea", "a red boat")
-    customize(page, width="208")
-    page.click("#generate")
-    page.wait_for_selector('#status .status[data-state="failed"]')
-    assert "208×32 is larger than visitors may use. Choose at most 192×192." in page.inner_text(
-        "#status .alert"
-    ).replace("\n", " ")
-    # The chip Size opens, with the field.
-    page.wait_for_selector("#pop-size #field-width input[aria-invalid=true]")
-
-
 def test_visitors_cancel_their_own_video_and_see_no_others(visit: Visit) -> None:
     page, other = visit(), visit(PHONE)
     ask(page, "a red boat that only one may see", long=True)
@@ -161,7 +156,7 @@ def test_visitors_cancel_their_own_video_and_see_no_others(visit: Visit) -> None
     page.wait_for_selector("#generate", state="visible")
 
 
-def test_videos_of_other_visitors_are_refused(visit: Visit) -> None:
+def test_videos_of_other_visitors_and_too_large_ones_are_refused(visit: Visit) -> None:
     page, other = visit(), visit()
     ask(page, "a blue boat")
     wait_for_state(page, "done")
@@ -169,11 +164,24 @@ def test_videos_of_other_visitors_are_refused(visit: Visit) -> None:
     status = "async (address) => (await fetch(address)).status"
     assert page.evaluate(status, address) == 200
     assert other.evaluate(status, address) == 404
+    # An exceeded limit is shown next to the picture.
+    page.fill("#field-prompt textarea", "a red boat")
+    customize(page, width="208")
+    page.click("#generate")
+    page.wait_for_selector('#status .status[data-state="failed"]')
+    assert "208×32 is larger than visitors may use. Choose at most 192×192." in page.inner_text(
+        "#status .alert"
+    ).replace("\n", " ")
+    # The chip Size opens, with the field.
+    page.wait_for_selector("#pop-size #field-width input[aria-invalid=true]")
 
 
-def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any, shared: Server) -> None:
+def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, contexts: Contexts, shared: Server) -> None:
     page = visit()
-    own = chromium.new_context(viewport=DESKTOP, permissions=["clipboard-read", "clipboard-write"]).new_page()
+    context = contexts.take()
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    own = context.new_page()
+    own.set_viewport_size(DESKTOP)
     own.goto(shared.url)
     ready(own)
     port, user, password = link_of(shared.cache_dir)
@@ -205,4 +213,3 @@ def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, chromium: Any
     own.fill("#field-prompt textarea", "a boat of my own")
     own.click("#generate")
     wait_for_state(own, "done")
-    own.context.close()

@@ -76,6 +76,7 @@ def test_list_pin_prune_delete(cache_dir: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_build_estimates_and_reports_the_whole_time(
     tiny: Callable[[str], ModelSpec], cache_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

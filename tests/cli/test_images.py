@@ -20,6 +20,7 @@ from tests.cli.refusals import check_refusals, refused
 from tests.facts import fact
 from tests.hostile_files import HOSTILE
 from tests.image_files import bomb, encoded, picture, saved
+from tests.tiny_models import ANIMATE
 from tests.video.test_reader import H264, make
 
 Tiny = Callable[[str], ModelSpec]
@@ -182,6 +183,24 @@ def test_control_videos_are_refused_planned_and_followed(
     made = tiny("wan2.1-vace")
     made = replace(made, defaults=replace(made.defaults, width=64, height=32))
     for name in ("find", "look_up"):
+        monkeypatch.setattr(requested, name, lambda *_: tiny(ANIMATE))
+    check_refusals(
+        [
+            (["--image", image, *control], "control.required", {"field": "face"}),
+            ([*control, "--face", str(clip)], "image.required", {"field": "image"}),
+            ([*control, "--reference", image], "control.other_model", {"field": "references"}),
+            (
+                [*control, "--face", str(clip), "--mask", str(clip)],
+                "control.mask_without_background",
+                {"field": "mask"},
+            ),
+            ([*control, "--face", str(clip), "--background", str(clip)], "control.background_alone", {"field": "mask"}),
+        ],
+        capsys,
+        subtests,
+        ["plan", "a boat"],
+    )
+    for name in ("find", "look_up"):
         monkeypatch.setattr(requested, name, lambda *_: made)
     check_refusals(
         [
@@ -195,7 +214,6 @@ def test_control_videos_are_refused_planned_and_followed(
             ([*control, "--frames", "25"], "planner.video_too_short", {"field": "frames", "frames": 8, "able": 5}),
             (["--reference", str(clip)], "image.format_unknown", {"field": "references", "file": "clip.mp4"}),
             (["--reference", image] * 9, "request.too_many_images", {"field": "references", "count": 9}),
-            ([*control, "--gpus", "2"], "family.option_unsupported", {"field": "gpus"}),
         ],
         capsys,
         subtests,
@@ -205,7 +223,7 @@ def test_control_videos_are_refused_planned_and_followed(
     arguments += ["--control-scale", "1,0.5"]
     planned = answered(["plan", *arguments, "--backend", "transformer=onnxruntime"], capsys)
     assert planned["plan"]["latent_shape"] == [1, 16, 4, 4, 8]
-    assert planned["plan"]["components"]["transformer"]["backend"] == "pytorch"
+    assert planned["plan"]["components"]["transformer"]["backend"] == "onnxruntime"
     assert [*planned["plan"]["control"]] == ["control", "mask", "references[0]", "references[1]"]
     assert not images_dir(cache_dir).exists()
     saved_video = answered(["generate", *arguments], capsys)

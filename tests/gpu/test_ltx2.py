@@ -12,6 +12,8 @@ from runtime.engines.reference import full_float32
 from runtime.execution.attention import problem
 from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.streams import Streams
+from runtime.families.ltx2.spec import TransformerSpec
+from runtime.families.ltx2.transformer import row_calls
 from runtime.models import row_operations
 from runtime.models.quantization import FP8, diffusers_config, install_fp8_linear, is_quantized
 from tests.families.ltx2.test_transformer import PASSES, SKIPPED, TIMES, Inputs, by_diffusers, error_of, inputs, made
@@ -102,6 +104,45 @@ def test_passes_equal_diffusers(name: str, speed: str) -> None:
                     denoiser.compute(SPEEDS[speed], raise_if_degraded)
                     got = denoiser(given.latents, times.to(DEVICE), given.text, which)
                     assert error_of(got, wanted, STREAMS) < most, (case, which, one.dtype)
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("name", ["split", "later"])
+def test_kernels_compiled_ahead_are_those_of_all_passes(name: str, times: str, weights: str) -> None:
+    from runtime.models import row_kernels  # needs Triton
+
+    module = module_of(name)
+    module, config = rounded(module) if weights == "fp8" else module.to(torch.bfloat16), module.config
+    names = ("num_layers", "num_attention_heads", "attention_head_dim", "in_channels")
+    sizes = TransformerSpec(
+        **{name: config[name] for name in names},
+        text_dim=config.caption_channels,
+        sound_heads=config.audio_num_attention_heads,
+        sound_head_dim=config.audio_attention_head_dim,
+        sound_channels=config.audio_in_channels,
+        sound_text_dim=config.caption_channels,
+        modulated_text=config.cross_attn_mod,
+        keeps_text=not config.cross_attn_mod,
+        gated=config.gated_attn,
+        splits_heads=True,
+        projects_text=config.use_prompt_embeddings,
+    )
+    kinds = ("add_norms", "norm_rotate", "quantize")
+    kernels = [getattr(row_kernels, f"_{kind}_kernel") for kind in kinds]
+
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    timesteps, is_rounded = TIMES[times].numel(), weights == "fp8"
+    calls = row_calls(sizes, torch.bfloat16, "cuda:0", timesteps=timesteps, fused=True, rounded=is_rounded)
+    row_operations.compile_kernels(calls, "cuda:0")
+    denoiser, given, before = made(module, EAGER, STREAMS), given_to(module), compiled()
+    denoiser.compute(Speed(fused=True), raise_if_degraded)
+    for which in PASSES:
+        denoiser(given.latents, TIMES[times].to(DEVICE), given.text, which)
+    assert min(before) > 0 or not is_rounded
+    assert compiled() == before
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -6,12 +6,14 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from runtime.core.plan import EAGER, ComponentPlan
+from runtime.families.wan.components import row_calls
 from runtime.families.wan.transformer import install
 from runtime.models import row_operations
 from runtime.models.quantization import FP8_DATA, FP8_SCALE, fp8_tensor, fp8_weight, install_fp8_linear, linear_of_gelu
 from runtime.models.row_operations import computed
 from tests.gpu.errors import relative_error
-from tests.published_specs import TRANSFORMERS
+from tests.published_specs import TRANSFORMERS, spec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -128,10 +130,12 @@ def test_kernels_compiled_ahead_are_those_of_a_block() -> None:
     install(model)
     kernels = row_kernels._norm_kernel, row_kernels._add_kernel, row_kernels._rotate_kernel
 
+    part = ComponentPlan(backend="pytorch", device="cuda", dtype="bfloat16", weights_bytes=0, reasons=())
+
     def compiled() -> int:
         return sum(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels)
 
-    row_operations.compile_kernels(HEADS, WIDTH // HEADS, torch.bfloat16, "cuda")
+    row_operations.compile_kernels(row_calls(spec("wan2.2-a14b"), part, EAGER), "cuda")
     before = compiled()
     latents = random(1, model.config.in_channels, 1, 2 * 25, 2 * tokens // 25)
     model(latents, torch.tensor([500.0], device="cuda"), random(1, 512, model.config.text_dim), return_dict=False)

@@ -20,7 +20,7 @@ from runtime.execution.attention import attention, problem
 from runtime.execution.components import PROMPTED, UNPROMPTED
 from runtime.execution.residency import Residency
 from runtime.families.wan import vae as wan_vae
-from runtime.families.wan.vae import PyTorchVideoDecoder, TritonDecoderOps
+from runtime.families.wan.vae import PyTorchVideoDecoder, TritonVaeOps
 from runtime.machine.probe import probe
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
@@ -148,7 +148,7 @@ def test_triton_convolutions_equal_pytorch(size: tuple[int, int, int, int, int],
     x = torch.randn((1, channels, frames + deep - 1, height, width), device="cuda:0", generator=generator).to(dtype)
     weight = torch.randn((96, channels, deep, 3, 3), device="cuda:0", generator=generator) * (9 * channels) ** -0.5
     weight = weight.to(dtype)
-    if not TritonDecoderOps(x.device, dtype).supports(nn.Conv3d(96, 96, 3)):
+    if not TritonVaeOps(x.device, dtype).supports(nn.Conv3d(96, 96, 3)):
         pytest.skip("needs a Hopper GPU")
     with full_float32(DEVICE):
         wanted = F.conv3d(x.float(), weight.float(), padding=(0, 1, 1))

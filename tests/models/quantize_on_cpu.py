@@ -11,14 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel
+from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel, WanVACETransformer3DModel
 from diffusers.quantizers.bitsandbytes import bnb_quantizer
 from safetensors.torch import save_file
 
 from runtime.core.loras import LoraUse
-from runtime.core.plan import ComponentPlan
+from runtime.core.plan import ComponentPlan, Speed
 from runtime.execution.offload import Placement, place
 from runtime.families.hunyuan_video.spec import UNQUANTIZED
+from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.lora_fusing import fuse
 from runtime.models.loras import read_lora
 from runtime.models.quantization import FP8, check_quantized, diffusers_config, install_fp8_linear
@@ -73,6 +74,7 @@ def main(kind: str, folder: Path) -> None:
     found = {"errors": errors, "quantized": counted, "kept": kept, "lora": with_lora(kind, folder, inputs)}
     found["cached"] = with_cache(kind, folder, inputs)
     found["joined"] = with_joined_layers(kind, folder / "hunyuan")
+    found["steered"] = with_control_blocks(kind, folder / "vace")
     if kind == FP8:
         models = {folder: WanTransformer3DModel, folder / "hunyuan": HunyuanVideoTransformer3DModel}
         found["streamed"] = [streamed(own, model) for own, model in models.items()]
@@ -179,6 +181,26 @@ def with_joined_layers(kind: str, folder: Path) -> dict[str, Any]:
         "same": all(torch.equal(one, other) for one, other in zip(*outputs, strict=True)),
         "changed": ((changed - before).norm() / before.norm()).item(),
     }
+
+
+@torch.no_grad()
+def with_control_blocks(kind: str, folder: Path) -> dict[str, Any]:
+    """Quantize VACE's blocks of both kinds, and compute them as jobs do."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 32, "text_dim": 64, "freq_dim": 32, "ffn_dim": 256}
+    WanVACETransformer3DModel(**sizes, num_layers=2, vace_layers=[0, 1]).save_pretrained(folder / "transformer")
+    model: Any = WanVACETransformer3DModel
+    latents, text = torch.randn(1, 16 + 96, 3, 8, 8), torch.randn(1, 8, 64).bfloat16()
+    quantized = load(folder, kind, model)
+    if kind == FP8:
+        install_fp8_linear(quantized)
+    counted = sum(type(parameter) is not torch.nn.Parameter for parameter in quantized.vace_blocks.parameters())
+    results = []
+    for module in (load(folder, model=model), quantized):
+        denoiser = PyTorchDenoiser(module, Speed(text_kept=True))
+        denoiser.steer((1.0, 0.5))
+        results.append(denoiser(latents, torch.tensor(500.0), text).float())
+    wanted, got = results
+    return {"quantized": counted, "error": ((got - wanted).norm() / wanted.norm()).item()}
 
 
 def spec_of(folder: Path, family: str, *uses: LoraUse) -> Any:

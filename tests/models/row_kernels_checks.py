@@ -118,7 +118,3 @@ def test_to_and_from_fp8() -> None:
     rounded = row_kernels.to_fp8(x / 2, scale)
     assert torch.equal(rounded.float(), x.clamp(max=448))
     assert torch.equal(row_kernels.from_fp8(rounded, scale, torch.float32), x.clamp(max=448) / 2)
-
-
-def test_kernels_are_compiled_before_they_are_used() -> None:
-    row_kernels.compile_kernels(3, 8, torch.float16, "cpu", rounded_widths=(24, 96), fp8_attention=True)

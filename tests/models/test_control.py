@@ -44,6 +44,18 @@ def test_files_are_copied_under_their_digests(tiny: Tiny, tmp_path: Path) -> Non
     assert referenced(str(named.to_json())) == {spec.control.digest, spec.references[0].digest}
 
 
+def test_a_part_of_a_control_video_is_counted_from_its_start(tiny: Tiny, tmp_path: Path) -> None:
+    clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=16:duration=2"))
+    asked = request(control=str(clip), mask=str(clip), fps=8, frames=17, control_start=1.25)
+    spec = with_inputs(tiny("wan2.1-vace"), asked, tmp_path, tmp_path)
+    assert spec.control is not None and (spec.control.frames, spec.control.seconds) == (6, 2.0)
+    assert spec.mask == spec.control
+    with pytest.raises(InvalidRequestError) as refused:
+        with_inputs(tiny("wan2.1-vace"), asked.replace(control_start=2.5), tmp_path, tmp_path)
+    assert (refused.value.field, refused.value.code) == ("control_start", "control.starts_after_end")
+    assert (refused.value.data["file"], refused.value.data["start"]) == ("a.mp4", 2.5)
+
+
 def test_a_mask_is_a_video_or_an_image(tiny: Tiny, tmp_path: Path) -> None:
     clip = make(tmp_path / "a.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=64x32:rate=8:duration=1"))
     spec, control = tiny("wan2.1-vace"), str(clip)
@@ -88,6 +100,7 @@ def test_models_without_a_control_branch_refuse_before_a_file_is_read(tiny: Tiny
         ("control_scale", 0.5),
         ("preprocess", "gray"),
         ("outpaint", 10),
+        ("control_start", 1.5),
     ):
         for spec in (find("diorama", tmp_path), tiny("wan2.1"), look_up("ltx-2", tmp_path)):
             with pytest.raises(InvalidRequestError) as refused:
@@ -154,6 +167,7 @@ def test_only_steered_models_start_from_several_frames(tiny: Tiny, tmp_path: Pat
     [
         ({"mask": "none.mp4"}, "mask", "control.mask_alone"),
         ({"preprocess": "edges"}, "preprocess", "control.preprocess_alone"),
+        ({"control_start": 0.5}, "control_start", "control.start_alone"),
         ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
         ({"control": "none.mp4"}, "control", "source.unreadable"),
         ({"references": ["none.png"]}, "references", "image.unreadable"),

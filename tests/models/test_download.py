@@ -309,10 +309,10 @@ def test_a_redirect_to_another_origin_does_not_carry_the_token(
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(hub: LoopbackHub, weights: Path) -> None:
-    hub.repositories[REPOSITORY].files["model_index.json"] = b'{"_class_name": "WanAnimatePipeline"}'
+    hub.repositories[REPOSITORY].files["model_index.json"] = b'{"_class_name": "SkyReelsV2Pipeline"}'
     with pytest.raises(ModelError) as refused:
         download(hub, weights)
-    assert (refused.value.code, refused.value.data["pipeline"]) == ("model.family_unknown", "WanAnimatePipeline")
+    assert (refused.value.code, refused.value.data["pipeline"]) == ("model.family_unknown", "SkyReelsV2Pipeline")
     assert not any(path.endswith(".safetensors") for path in hub.sent)
     assert no_download_is_listed(weights)
 

@@ -60,9 +60,12 @@ def test_an_image_is_checked_and_copied(text: ModelSpec, tmp_path: Path) -> None
 def test_a_keyframe_needs_no_first_image_and_follows_from_no_loop(text: ModelSpec, tmp_path: Path) -> None:
     file = str(saved(tmp_path / "boat.png"))
     alone = found(able(text, last="keyframe"), tmp_path, last_image=file)
-    assert alone.has_keyframe and [use.name for use in alone.images] == ["boat.png"] and alone.image is None
+    assert alone.keyframe_count == 1 and [use.name for use in alone.images] == ["boat.png"] and alone.image is None
     loops = [found(able(text, last=last), tmp_path, image=file, loop="on") for last in ("optional", "keyframe")]
-    assert [(spec.last_image is None, spec.has_keyframe) for spec in loops] == [(False, False), (True, False)]
+    assert [(spec.last_image is None, spec.keyframe_count) for spec in loops] == [(False, 0), (True, 0)]
+    times = {"keyframes": [file, file], "keyframe_seconds": [0.5, 1]}
+    between = found(able(text, last="keyframe"), tmp_path, image=file, last_image=file, **times)
+    assert (len(between.keyframes), len(between.images), between.keyframe_count) == (2, 4, 3)
 
 
 def test_the_copy_is_used_after_the_file_has_changed_or_is_gone(text: ModelSpec, tmp_path: Path) -> None:
@@ -108,6 +111,11 @@ def test_nothing_is_copied_for_a_plan(text: ModelSpec, tmp_path: Path) -> None:
         ({"last_image": "boat.png"}, {"required": True}, "image", "image.only_last"),
         ({"image": "boat.png", "last_image": "boat.png"}, {"last": "none"}, "last_image", "image.model_without_last"),
         ({"image": "boat.png"}, {"last": "required"}, "last_image", "image.last_required"),
+        ({"keyframes": ["boat.png"], "keyframe_seconds": 1}, {}, "keyframes", "image.model_without_keyframes"),
+        ({"keyframes": ["boat.png"], "keyframe_seconds": 1}, None, "keyframes", "image.model_without_keyframes"),
+        ({"keyframes": ["boat.png"]}, {"last": "keyframe"}, "keyframe_seconds", "image.keyframe_times"),
+        ({"keyframe_seconds": [1, 2]}, {"last": "keyframe"}, "keyframe_seconds", "image.keyframe_times"),
+        ({"keyframes": ["none"], "keyframe_seconds": 1}, {"last": "keyframe"}, "keyframes", "image.unreadable"),
         ({"image": "missing.png"}, {}, "image", "image.unreadable"),
         ({"image": "boat.png", "last_image": "folder"}, {}, "last_image", "image.not_a_file"),
         ({"image": "text.png"}, {}, "image", "image.format_unknown"),

@@ -1,4 +1,4 @@
-"""The division of FramePack's videos into sections, as `HunyuanVideoFramepackPipeline` divides them."""
+"""The division of FramePack's videos into sections, and of a character's into segments, as diffusers divides them."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from runtime.models.sections import (
     SamplingType,
     Section,
     Sections,
+    Segments,
     frames_in,
     paddings,
     section_count,
@@ -124,3 +125,35 @@ def test_each_frame_is_final_once_and_memory_is_bounded(sampling_type: SamplingT
         assert len(section.window) == (section.decoded - 1) * 4 + 1
         assert section.decoded <= sections.history
     assert sections.history == max(HISTORY, 2 * window + 1)
+
+
+@pytest.mark.parametrize(
+    ("frames", "overlap", "spans"),
+    [
+        (1, 1, [(0, 1)]),
+        (77, 1, [(0, 77)]),
+        (77, 5, [(0, 77)]),
+        (81, 1, [(0, 77), (77, 81)]),
+        (153, 1, [(0, 77), (77, 153)]),
+        (157, 1, [(0, 77), (77, 153), (153, 157)]),
+        (149, 5, [(0, 77), (77, 149)]),
+        (153, 5, [(0, 77), (77, 149), (149, 153)]),
+    ],
+)
+def test_segments(frames: int, overlap: int, spans: list[tuple[int, int]]) -> None:
+    segments = Segments(frames, 77, overlap)
+    parts = [segments[number] for number in range(segments.count)]
+    assert [(part.frames.start, part.frames.stop) for part in parts] == spans
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert [part.given for part in parts] == [0] + [overlap] * (len(parts) - 1)
+    lengths = {len(part.sources) for part in parts}
+    assert lengths == {frames if segments.count == 1 else 77}
+    # As `WanAnimatePipeline.pad_video_frames` extends the videos.
+    padded, number, step = list[int](), 0, 1
+    while len(padded) < segments.count * (77 - overlap) + overlap:
+        padded.append(number)
+        step = -step if number + step in {-1, frames} and frames > 1 else step
+        number = number + step if frames > 1 else 0
+    for part in parts:
+        start = part.index * (77 - overlap)
+        assert list(part.sources) == padded[start : start + len(part.sources)]

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from accelerate import init_empty_weights
-from diffusers import WanTransformer3DModel
+from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from runtime.cli.main import run
@@ -23,7 +23,8 @@ from runtime.core.request import GenerationRequest
 from runtime.engines.programs import load_program
 from runtime.execution.block_engines import _parameter
 from runtime.families.wan import file_names
-from runtime.models import catalogue, gguf_files
+from runtime.families.wan.transformer import PyTorchDenoiser
+from runtime.models import catalogue, gguf_files, single_file
 from runtime.models.catalogue import find, look_up, unusable
 from runtime.models.loras import with_loras
 from runtime.models.packed_layers import PackedLinear
@@ -43,11 +44,12 @@ from tests.transformer_files import (
     save_gguf,
     save_plain,
     suffix_of,
+    wan_names,
     wide_transformer,
 )
 
-# VACE's transformers are read from folders only.
-KNOWN = [known for known in published_models("wan") if "vace_layers" not in known.configs["transformer"]]
+# Of a control branch: one block for every second one.
+CONTROL: dict[str, Any] = {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 2 * 16 + 8**2}
 Tiny = Callable[[str], ModelSpec]
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 
@@ -134,6 +136,47 @@ def test_each_format_computes_what_its_own_tools_read(title: str, state: State, 
     assert again == spec
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ["BF16", "FP8 with scales", "GGUF Q4_K"])
+def test_files_of_vace_compute_what_their_own_tools_read(title: str, weights: Path) -> None:
+    module = wide_transformer(seed=3, **CONTROL)
+    held = FORMATS[title](weights / f"wan2.1_vace_14B{suffix_of(title)}", dict(module.state_dict()))
+    spec = find("wan2.1_vace_14B", weights)
+    assert spec.title.endswith(title) and spec.control_input is not None and spec.control_input.blocks == 2
+    module.load_state_dict({name: tensor.float() for name, tensor in held.items()})
+    random = torch.Generator().manual_seed(0)
+    latents, control = (torch.randn(1, count, 2, 4, 4, generator=random) for count in (16, 96))
+    text, scales = torch.randn(1, 8, 32, generator=random), (0.5, 1.5)
+    with torch.no_grad():
+        wanted = module(latents, torch.tensor([500.0]), text, None, control, torch.tensor(scales), return_dict=False)[0]
+    loaded: Any = load_module(spec, "transformer", FLOAT32)
+    packed = [layer for layer in loaded.vace_blocks.modules() if isinstance(layer, PackedLinear)]
+    # The projections before and after control blocks keep their precision.
+    assert len(packed) == (0 if title == "BF16" else 2 * 10 + 1)
+    denoiser = PyTorchDenoiser(loaded)
+    denoiser.steer(scales)
+    got = denoiser(torch.cat([latents, control], dim=1), torch.tensor(500.0), text)
+    assert wanted.std() > 0.1
+    assert torch.allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_a_file_of_vace_is_the_published_model() -> None:
+    """Shapes alone fit plain models as well: all their tensors are in VACE's."""
+    for known in published_models("wan"):
+        config = {"num_attention_heads": 1, "attention_head_dim": 1, **known.configs["transformer"]}
+        found = single_file._known(published_models("wan"), config, known.experts, Path(f"{known.name}.safetensors"))
+        assert found is not None
+        assert ("vace_layers" in found.configs["transformer"]) == ("vace_layers" in known.configs["transformer"])
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_control_blocks_alone_are_refused(prefix: str, weights: Path) -> None:
+    state = wan_names(wide_transformer(**CONTROL).state_dict())
+    alone = {f"{prefix}{name}": tensor for name, tensor in state.items() if name.startswith("vace_")}
+    save_file(alone, weights / "Wan2_1-VACE_module_14B_bf16.safetensors")
+    assert refused("Wan2_1-VACE_module_14B_bf16", weights).code == "model.file_has_control_blocks_only"
+
+
 @pytest.mark.parametrize("title", ["BF16", "FP8", "FP8 with scales", "GGUF Q4_K"])
 def test_a_lora_is_added_to_the_dequantized_weight(title: str, state: State, weights: Path, tmp_path: Path) -> None:
     held = FORMATS[title](weights / f"model{suffix_of(title)}", state)
@@ -172,10 +215,11 @@ def test_both_of_comfyuis_scales_are_read(style: str, state: State, weights: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.name)
+@pytest.mark.parametrize("known", published_models("wan"), ids=lambda known: known.name)
 def test_published_architectures_are_recognised_by_names_and_shapes(known: Any) -> None:
+    kind = WanVACETransformer3DModel if "vace_layers" in known.configs["transformer"] else WanTransformer3DModel
     with init_empty_weights():
-        module = WanTransformer3DModel(**known.configs["transformer"])
+        module: Any = kind.from_config(known.configs["transformer"])
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     config = file_names.config_of(shapes, [])
     assert config is not None
@@ -336,6 +380,10 @@ def without(name: str) -> Callable[[State], State]:
         (without("blocks.1.self_attn.q.weight"), "model.file_tensor_missing"),
         (lambda state: state | {"blocks.1.ffn.0.weight": torch.zeros(256, 255)}, "model.file_other_shape"),
         (lambda state: state | {"vace_blocks.0.before_proj.weight": torch.zeros(2)}, "model.file_tensor_unknown"),
+        (
+            lambda state: state | {"vace_patch_embedding.weight": torch.zeros(9, 9, 1, 1, 1)},
+            "model.file_tensor_unknown",
+        ),
         (lambda state: state | {"blocks.0.ffn.0.weight": torch.zeros(256, 256).int()}, "model.format_unknown"),
         (lambda state: state | {"blocks.0.ffn.0.scale_weight": torch.ones(1)}, "model.format_unknown"),
         (lambda state: state | {"blocks.7.ffn.0.scale_weight": torch.ones(1)}, "model.format_unknown"),

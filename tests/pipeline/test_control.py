@@ -17,16 +17,18 @@ from runtime.core.images import BoxMask, ImageUse, VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.models.control import with_control
+from runtime.models.control_frames import control_frames
 from runtime.models.requested import with_inputs
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.checkpoint import identity
 from runtime.pipeline.stages import control_clip
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.server.before_clips import make_before
 from runtime.video.mp4 import read_metadata
 from runtime.video.reader import read_info, read_video
 from tests.image_files import saved
 from tests.pipeline.killing import killed
-from tests.pipeline.test_from_video import Clip, final_latents, starve_first_encoding
+from tests.pipeline.test_from_video import Clip, final_latents, starve_encoding
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
 from tests.pipeline.test_run import frames_of
@@ -171,8 +173,41 @@ def test_an_image_as_a_mask_holds_for_all_frames_and_is_fitted_as_the_video(tiny
     assert identity({}, plans["crop"]) != identity({}, planned(tiny("wan2.1-vace"), tmp_path, "control", "still").plan)
 
 
+def test_frames_one_by_one_are_those_of_the_job(tiny: Tiny, tmp_path: Path) -> None:
+    """The page shows them, and compares videos with them."""
+    spec, still = tiny("wan2.1-vace"), tmp_path / "still.png"
+    Image.linear_gradient("L").resize((80, 40)).save(still)
+    for inputs, values in (
+        (("control",), {"control_start": 0.5, "preprocess": "gray"}),
+        (("control", "mask"), {"preprocess": "edges", "image_position": 30, "width": 32}),
+        (("control",), {"mask": str(still), "preprocess": "edges"}),
+    ):
+        plan = planned(spec, tmp_path, *inputs, **values).plan
+        clip = control_clip(plan)
+        for every in (1, 4):
+            frames, masks = zip(*control_frames(plan, every=every), strict=True)
+            assert clip.video is not None and len(frames) == len(clip.video[::every])
+            assert (torch.stack([torch.from_numpy(np.array(frame)) for frame in frames]) == clip.video[::every]).all()
+            for mask, wanted in zip(masks, [None] * 9 if clip.changes is None else clip.changes[::every], strict=False):
+                assert (mask is None) == (wanted is None)
+                assert mask is None or ((torch.from_numpy(np.array(mask)) == 255) == wanted).all()
+
+
+def test_what_a_video_was_made_from_is_kept_as_a_clip(tiny: Tiny, tmp_path: Path) -> None:
+    plan = planned(tiny("wan2.1-vace"), tmp_path, "control", control_start=0.5).plan
+    assert make_before(plan.replace(control=None), tmp_path) is None
+    made = make_before(plan, tmp_path)
+    assert made is not None
+    (saved,) = read_video(read_info(made), 99)
+    frames = np.stack([np.asarray(frame) for frame, _ in control_frames(plan)])
+    assert saved.shape == frames.shape and abs(frames.astype(int) - saved).mean() < 6
+    before = made.stat().st_mtime_ns
+    assert make_before(plan, tmp_path) == made and made.stat().st_mtime_ns == before
+
+
 def test_checkpoints_belong_to_the_preprocessing(tiny: Tiny, tmp_path: Path) -> None:
     kinds = [planned(tiny("wan2.1-vace"), tmp_path, "control", preprocess=kind) for kind in ("off", "gray", "blur")]
+    kinds.append(planned(tiny("wan2.1-vace"), tmp_path, "control", control_start=0.1))
     assert len({identity({}, clip.plan) for clip in kinds}) == len(kinds)
 
 
@@ -383,7 +418,7 @@ def test_memory_and_files_that_are_gone(tiny: Tiny, tmp_path: Path, monkeypatch:
     clip = planned(tiny("wan2.1-vace"), tmp_path, "control", "mask")
     assert isinstance(run(clip.plan, clip.spec, None)[-1], VideoSaved)
     wanted = frames_of(clip.plan.output)
-    starve_first_encoding(monkeypatch)
+    starve_encoding(monkeypatch)
     events = run(clip.plan, clip.spec, None)
     assert [(out.stage, out.component, out.retried) for out in outs(events)] == [("encode", "vae_encoder", True)]
     assert isinstance(events[-1], VideoSaved) and frames_of(clip.plan.output) == wanted

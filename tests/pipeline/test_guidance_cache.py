@@ -55,7 +55,7 @@ def test_passes_agree_if_they_differ_little(strength: float | None, unconditiona
         assert torch.allclose(after.differences[UNPROMPTED], (1 - unconditional) * ones)
 
 
-@pytest.mark.parametrize("model", ["wan2.1", "wan2.2-a14b", "wan2.2-ti2v-5b"])
+@pytest.mark.parametrize("model", ["wan2.1", "wan2.1-vace", "wan2.2-a14b", "wan2.2-ti2v-5b"])
 def test_passes_are_left_out(model: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec, passes = tiny(model), passes_of(monkeypatch)
     plan = tiny_plan(spec, tmp_path / "x.mp4", steps=8, guidance_scale=3.0, guidance_cache="0.2")

@@ -137,6 +137,9 @@ def test_a_clip_is_identified_by_what_its_images_show(spec: ModelSpec, tmp_path:
         first.replace(image_fit="fit"),
         first.replace(image_position=0.0),
         plan.replace(image=None, last_image=use("a" * 64)),
+        first.replace(keyframes=(use("a" * 64),), keyframe_seconds=(1.0,)),
+        first.replace(keyframes=(use("b" * 64),), keyframe_seconds=(1.0,)),
+        first.replace(keyframes=(use("b" * 64),), keyframe_seconds=(2.0,)),
     )
     names = [identity({}, one) for one in (first, *same, *other)]
     assert names[0] == names[1] and len(set(names)) == 1 + len(other)

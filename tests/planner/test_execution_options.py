@@ -93,6 +93,12 @@ def test_the_speedups_are_those_of_the_fitted_rows() -> None:
     )
     uncompiled = {"none": eager, "fp8": compiled["fp8"] * in_fp8 / compiled_in_fp8}
     assert forecast._QUANTIZED["fp8"][1] == pytest.approx(uncompiled["fp8"] / eager, rel=0.01)
+    clip_attention = A14B.blocks * attention["native"]
+    saved = (eager - uncompiled["fp8"]) / (eager - clip_attention)
+    assert pytest.approx(saved, rel=0.02) == forecast._FP8_SAVED
+    rate = next(rate for name, rate, _ in forecast._GPUS if name == "H200") * 1e12
+    reached = attention_flops(A14B, A14B.tokens(81, 480, 832)) / attention["native"] / rate
+    assert pytest.approx(reached, rel=0.01) == forecast._NATIVE_ATTENTION_SHARE
     for quantization, speedup in forecast._COMPILED_SPEEDUP.items():
         assert speedup == pytest.approx(uncompiled[quantization] / compiled[quantization], rel=0.01)
     decoders: dict[tuple[str, str], dict[bool, float]] = {}
@@ -123,6 +129,28 @@ def test_estimates_of_compiled_passes_are_near_held_out_measurements(row: dict[s
     assert found.likely == pytest.approx(80 * row["seconds"], rel=0.15)
     assert found.low < 80 * row["seconds"] < found.high
     assert not found.measured
+
+
+# Of CUDA graphs of LTX-2, 121 frames (bench/h200.md), held out.
+@pytest.mark.parametrize(
+    ("size", "quantization", "seconds"),
+    [
+        ((768, 512), "none", 0.313),
+        ((1216, 704), "none", 0.790),
+        ((768, 512), "fp8", 0.216),
+        ((1216, 704), "fp8", 0.577),
+    ],
+)
+def test_estimates_of_passes_with_sound_are_near_measurements(
+    size: tuple[int, int], quantization: str, seconds: float
+) -> None:
+    model = replace(look_up("ltx-2", Path("none")), is_downloaded=True)
+    asked: dict[str, Any] = {"width": size[0], "height": size[1], "frames": 121, "guidance_scale": 1.0, "steps": 30}
+    made = plan(model, gpu_machine(packages=FLASH4), quantization=quantization, **asked)
+    assert (made.speed.graphed, made.speed.attention) == (True, "flash4")
+    found = made.seconds["denoise"]
+    assert found.likely == pytest.approx(30 * seconds, rel=0.15)
+    assert found.low < 30 * seconds < found.high
 
 
 @pytest.mark.parametrize("field", ["compiled", "text_kept", "paired", "graphed", "fused", "channels_last"])

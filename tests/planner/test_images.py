@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runtime.core.errors import InvalidRequestError
 from runtime.core.images import ImageUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
@@ -127,6 +128,48 @@ def test_a_last_image_of_other_proportions_is_cut(tiny: Tiny) -> None:
     (cut,) = (fact for fact in made.warnings if fact.code.endswith("_cut"))
     assert cut.code == "planner.last_image_cut" and cut.data["percent"] == 67
     assert not [fact for fact in plan(tiny("wan2.1"), use(832, 480), use(1664, 960)).warnings if "cut" in fact.code]
+
+
+# Of 25 frames, 8 a second; each latent frame after the first has 8 frames, so keyframes lie at frames 1, 9 and 17.
+@pytest.mark.parametrize(
+    ("seconds", "frames"),
+    [([0.1], [1]), ([0.6], [1]), ([0.7], [9]), ([2, 1], [17, 9]), ([3], [17]), ([3.1, 1.2, 0.2], [17, 9, 1])],
+)
+def test_keyframes_lie_at_the_nearest_first_frame_of_a_latent(
+    seconds: list[float], frames: list[int], tiny: Tiny
+) -> None:
+    made = keyframed(tiny("ltx-2"), seconds)
+    assert [*made.keyframe_places.values()] == frames
+    tokens = made.latent_shape[3] * made.latent_shape[4]
+    assert made.tokens == tokens * (made.latent_shape[2] + len(frames))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last", "code", "data"),
+    [
+        ([0.05], False, "planner.keyframe_first", {}),
+        ([3.3], False, "planner.keyframe_outside", {"last": 3.0}),
+        ([1, 0.9], False, "planner.keyframes_too_close", {"seconds": 0.9, "other": 1, "apart": 1.0}),
+        ([2], True, "planner.keyframes_too_close", {"seconds": 2, "other": 3.0}),
+    ],
+)
+def test_keyframes_that_no_clip_has_are_refused(
+    seconds: list[float], last: bool, code: str, data: dict[str, Any], tiny: Tiny
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        keyframed(tiny("ltx-2"), seconds, use(64, 32) if last else None)
+    assert (refused.value.field, refused.value.code) == ("keyframe_seconds", code)
+    assert data.items() <= refused.value.fact.data.items()
+
+
+def keyframed(spec: ModelSpec, seconds: list[float], last: ImageUse | None = None) -> ExecutionPlan:
+    """Return the plan of a clip with a keyframe at each of these times."""
+    keyframes = (use(64, 32, OTHER),) * len(seconds)
+    given: dict[str, Any] = {"keyframes": [one.reference for one in keyframes], "keyframe_seconds": seconds}
+    given |= {} if last is None else {"last_image": last.reference}
+    request = GenerationRequest.from_mapping({"prompt": "a boat", "seed": 1, "frames": 25, "fps": 8, **given})
+    spec = replace(spec, keyframes=keyframes, last_image=last)
+    return resolve(request, spec, PlanningContext(machine(), Path("x.mp4")))
 
 
 def test_a_size_that_follows_from_the_image_is_not_called_unusual(tiny: Tiny) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -19,6 +19,7 @@ from runtime.execution.attention import attention
 from runtime.execution.parallel import ulysses
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.families.wan.transformer import fuse, install, share_tokens
+from runtime.families.wan.vace import in_order
 from runtime.families.wan.vae import DecoderSteps
 from runtime.planner import memory_model
 from tests.published_specs import TRANSFORMERS, VAES, spec
@@ -92,19 +93,24 @@ def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool, tokens: 
         tokens: how processes share it, if they do.
     """
     width, height, frames = size
+    model = spec(name)
+    channels = 0 if model.control_input is None else model.control_input.channels
+    kind: Any = WanVACETransformer3DModel if channels else WanTransformer3DModel
+    config = TRANSFORMERS[name] | {"num_layers": 2} | ({"vace_layers": [0, 1]} if channels else {})
     with torch.device("meta"):
-        made: Any = WanTransformer3DModel(**TRANSFORMERS[name] | {"num_layers": 2}).to(torch.bfloat16)
-        latents = torch.empty(spec(name).latent_shape(frames, height, width), dtype=torch.bfloat16)
+        made = kind(**config).to(torch.bfloat16)
+        batch, in_channels, *sides = model.latent_shape(frames, height, width)
+        latents = torch.empty((batch, in_channels + channels, *sides), dtype=torch.bfloat16)
         texts, timestep = torch.empty((1, 512, 4096), dtype=torch.bfloat16), torch.empty(1)
     for key, tensor in (*made.named_parameters(), *made.named_buffers()):
         if set(key.split(".")) & set(made._keep_in_fp32_modules):
             tensor.data = tensor.data.float()
     made.requires_grad_(False)
     install(made)
-    for block in made.blocks:
+    for block in in_order(made):
         block.attend = block.attend_text = attend
     if tokens is not None:
-        for block in made.blocks:
+        for block in in_order(made):
             block.attend = attention("native")
         share_tokens(made, tokens)
     if fused:
@@ -116,7 +122,11 @@ def forward_peak(name: str, size: tuple[int, int, int], *, fused: bool, tokens: 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("name", "size"), [*TRUE_SIZES.items(), ("wan2.2-a14b", (1280, 720, 81))], ids=str)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*TRUE_SIZES.items(), ("wan2.2-a14b", (1280, 720, 81)), ("wan2.1-vace-14b", (832, 480, 81))],
+    ids=str,
+)
 def test_live_bytes_of_a_forward_pass_are_within_the_forecast(
     name: str, size: tuple[int, int, int], fused: bool
 ) -> None:

@@ -11,6 +11,7 @@ from runtime.core.estimates import Seconds
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan, Split
 from runtime.core.request import GenerationRequest
+from runtime.execution.parallel.proxies import shared_speed
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
 from runtime.models.images import with_images
@@ -339,7 +340,25 @@ def test_all_passes_of_guidance_are_shared(model: str, values: dict[str, Any], d
     if passes == 1:
         how = Fact("planner.tokens_shared", {"sequence": sequence})
     assert how in made.components["transformer"].reasons
-    assert not {"paired", "graphed"} & {name for name, used in made.speed if used is True}
+    # GPUs that share tokens exchange them within a pass.
+    assert (made.speed.paired, made.speed.graphed) == (False, sequence == 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "graphed"),
+    [
+        ({"quantization": "fp8"}, True),
+        ({"step_cache": "taylorseer:2"}, False),
+        ({"width": 1536, "height": 1024}, False),
+    ],
+)
+def test_passes_on_gpus_of_their_own_are_graphs_as_on_one_gpu(values: dict[str, Any], *, graphed: bool) -> None:
+    shared, alone = (with_sound("ltx-2.3", gpus=gpus, **values) for gpus in (4, 1))
+    assert shared.split is not None
+    assert (shared.split.sequence, alone.split) == (1, None)
+    assert shared.speed.graphed == alone.speed.graphed == graphed
+    # What the processes are told.
+    assert shared_speed(shared.speed, "transformer").graphed == graphed
 
 
 def test_gpus_that_cannot_share_a_pass_with_sound_are_refused() -> None:
@@ -358,10 +377,12 @@ def test_passes_with_sound_are_forecast_by_their_number() -> None:
     assert seconds[1] / seconds[2] == pytest.approx(1.98, rel=0.01)
     assert seconds[1] / seconds[4] == pytest.approx(3.96, rel=0.01)
     assert seconds[1] / seconds[8] == pytest.approx(4 * 0.99 * 2 * 0.88, rel=0.01)
-    # Each GPU stores what a step cache keeps of its own passes. A single one would record graphs without a cache.
-    growth = []
+    # Each GPU stores what a step cache keeps of its own passes. Without a cache, GPUs with passes of their own would
+    # record graphs, which compilation replaces.
+    growth, compiling = [], replace(EIGHT, packages=(*EIGHT.packages, ("triton", "3.6.0")))
     for gpus in (2, 4, 8):
-        plain, cached = (with_sound("ltx-2.3", gpus=gpus, step_cache=cache) for cache in ("none", "first-block"))
+        asked: dict[str, Any] = {"where": compiling, "gpus": gpus, "compile": "always"}
+        plain, cached = (with_sound("ltx-2.3", **asked, step_cache=cache) for cache in ("none", "first-block"))
         before, after = (
             next(stage.working_bytes for stage in made.memory if stage.component == "transformer")
             for made in (plain, cached)

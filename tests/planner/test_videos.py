@@ -110,7 +110,7 @@ def test_memory_counts_the_control_branch(tiny: Tiny) -> None:
     spec, plain = look_up("wan2.1-vace-14b", Path()), look_up("wan2.1-t2v-14b", Path())
     tokens = spec.tokens(81, 480, 832)
     own, usual = (memory_model.denoise_bytes(model, tokens, "bfloat16") for model in (spec, plain))
-    assert own - usual == 2 * tokens * 2 * 5120
+    assert own - usual == 3 * tokens * 2 * 5120
     assert spec.parameters["transformer"] - plain.parameters["transformer"] > 3e9
     assert spec.transformer.forward_flops(tokens, 512) / plain.transformer.forward_flops(tokens, 512) == pytest.approx(
         1.2, rel=0.01
@@ -171,8 +171,11 @@ def test_the_encoder_is_forecast_for_all_frames_and_never_on_an_engine(tmp_path:
     stage = next(stage for stage in made.memory if stage.component == VAE_ENCODER)
     shorter = plan(spec, use(), frames=5)
     other = next(stage for stage in shorter.memory if stage.component == VAE_ENCODER)
-    # Frames are encoded four at a time: a longer video takes only more bytes of pixels.
-    assert stage.working_bytes - other.working_bytes == (81 - 5) * 832 * 480 * 3
+    # A call has a limited number of frames: a longer video takes only more bytes of pixels.
+    assert made.strategy.decode_chunk == 2 and shorter.strategy.decode_chunk == 1
+    encoder = spec.from_video(use()).input_encoder
+    calls = [encoder.encode_bytes(frames, 480, 832, 4) for frames in (8, 4)]
+    assert stage.working_bytes - other.working_bytes == (81 - 5) * 832 * 480 * 3 + calls[0] - calls[1]
     assert history.architecture(spec) == history.architecture(spec.from_video(use()))
 
 

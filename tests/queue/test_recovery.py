@@ -322,6 +322,13 @@ def test_the_exit_code_and_the_counter_of_the_kernel_explain_a_death(
     assert (fact.code, fact.data, out_of_memory) == reason
 
 
+def test_ends_of_workers_are_described_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(signal, "SIGKILL")
+    fact, out_of_memory = exit_reason(1, MemoryKills(0), MemoryKills(0))
+    assert (fact.code, out_of_memory) == ("queue.exited", False)
+
+
 @pytest.mark.parametrize(
     ("group", "file", "kills"),
     [

@@ -206,6 +206,8 @@ def test_only_single_ranges_are_accepted(value: bytes, readable: bool) -> None:
         ("GET", "/gradio_api/file=/etc/passwd"),
         ("GET", "/tandem/now"),
         ("POST", "/tandem/panels/queue"),
+        ("POST", "/tandem/control"),
+        ("GET", "/tandem/before/0123abcd.mp4"),
         ("POST", "/gradio_api/run/predict"),
     ],
 )

@@ -95,7 +95,14 @@ def test_a_report_has_the_prompt_only_on_demand(made: tuple[App, str]) -> None:
 
 
 def test_unknown_files_are_not_found(made: tuple[App, str], subtests: pytest.Subtests) -> None:
-    for path in ("poster/{}.webp", "copy/{}.mp4", "clip/{}/1.mp4", "report/{}.json", "report/whole/{}.json"):
+    for path in (
+        "poster/{}.webp",
+        "copy/{}.mp4",
+        "before/{}.mp4",
+        "clip/{}/1.mp4",
+        "report/{}.json",
+        "report/whole/{}.json",
+    ):
         for name in ("01234567", "..%2Fjobs", "%2e%2e", "x" * 300, "0123456g", "%00", ""):
             with subtests.test(msg=f"{path} {name[:20]}"):
                 assert get(made[0], f"tandem/{path.format(name)}")[0] in {403, 404}

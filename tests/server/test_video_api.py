@@ -232,6 +232,8 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
         ({"references": [picture] * 9}, "references", "request.too_many_images"),
         ({"references": ["/etc/passwd"]}, "references", "server.api_image"),
         ({"references": picture["image_url"]}, "references", "server.api_image"),
+        ({"keyframes": [picture], "keyframe_seconds": [1]}, "keyframes", "image.model_without_keyframes"),
+        ({"keyframes": ["/etc/passwd"], "keyframe_seconds": [1]}, "keyframes", "server.api_image"),
         ({"mask": steering}, "mask", "control.mask_alone"),
         ({"control": picture}, "control", "server.api_video"),
         ({"control": steering, "mask": {**steering, **picture}}, "mask", "server.api_mask"),

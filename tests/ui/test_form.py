@@ -16,6 +16,7 @@ from runtime.models.catalogue import find, known_as, look_up
 from runtime.models.spec import ControlInput, ModelSpec
 from runtime.ui import fields, form, make_tab, theme
 from tests.image_files import taking_images
+from tests.tiny_models import ANIMATE
 
 GOOD: dict[str, Any] = {
     "prompt": "a red boat",
@@ -68,7 +69,11 @@ GOOD: dict[str, Any] = {
     "extend": "",
     "video": "",
     "strength": 0.6,
+    "keyframes": "",
+    "keyframe_seconds": "",
     "control": "",
+    "face": "",
+    "background": "",
     "mask": "",
     "outpaint": "0, 0, 0, 0",
     "extend_frames": "",
@@ -76,6 +81,8 @@ GOOD: dict[str, Any] = {
     "references": "",
     "control_scale": "1",
     "preprocess": "off",
+    "overlap": "1",
+    "control_start": 0,
     "sound": "on",
     "size_from": "",
 }
@@ -106,8 +113,9 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
-    read_values |= {"control": None, "mask": None, "references": (), "control_scale": (1.0,)}
-    read_values |= {"outpaint": 0, "extend_frames": AUTO, "join": None}
+    read_values |= {"keyframes": (), "keyframe_seconds": ()}
+    read_values |= dict.fromkeys(("control", "face", "background", "mask", "join"))
+    read_values |= {"references": (), "control_scale": (1.0,), "outpaint": 0, "extend_frames": AUTO}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
 
@@ -381,11 +389,17 @@ def test_control_videos_are_read_for_models_that_they_steer(
     models: dict[str, ModelSpec], tiny: Callable[[str], ModelSpec]
 ) -> None:
     steered = {"wan2.1-vace": tiny("wan2.1-vace"), **models}
-    given = {"control": IMAGE, "mask": IMAGE, "references": f"{IMAGE}\n{IMAGE}", "control_scale": "1, 0.5"}
-    given["preprocess"] = "edges"
+    given: dict[str, Any] = {
+        "control": IMAGE,
+        "mask": IMAGE,
+        "references": f"{IMAGE}\n{IMAGE}",
+        "control_scale": "1, 0.5",
+    }
+    given |= {"preprocess": "edges", "control_start": 1.5}
     request = read(steered, model="wan2.1-vace", size_from="image", width=None, **given)
     assert (request.control, request.mask, request.references) == (IMAGE, IMAGE, (IMAGE, IMAGE))
     assert (request.control_scale, request.preprocess, request.width) == ((1.0, 0.5), "edges", AUTO)
+    assert request.control_start == 1.5
     restored = form.filled(request.to_json(), steered)
     assert {name: restored[name]["value"] for name in given} == given
     assert restored["size_from"]["value"] == "image"
@@ -397,10 +411,47 @@ def test_control_videos_are_read_for_models_that_they_steer(
     assert (basics.control, basics.mask, basics.references) == (None, None, (IMAGE, IMAGE))
     # What is made of a control video is not shown without one.
     assert basics.preprocess == read(steered, model="wan2.1-vace", preprocess="edges").preprocess == OFF
+    assert read(steered, model="wan2.1-vace", control_start=1.5).control_start == 0
     with pytest.raises(InvalidRequestError) as refused:
         read(steered, model="wan2.1-vace", control_scale="much")
     assert (refused.value.field, refused.value.code) == ("control_scale", "request.not_numbers")
     assert form.filled(GOOD | {"control_scale": "much"}, steered)["control_scale"]["value"] == "1"
+
+
+def test_videos_of_a_character_are_read_for_models_that_take_them(
+    models: dict[str, ModelSpec], tiny: Callable[[str], ModelSpec]
+) -> None:
+    offered = {"animate": tiny(ANIMATE), "wan2.1-vace": tiny("wan2.1-vace"), **models}
+    given = dict.fromkeys(("image", "control", "face", "background", "mask"), IMAGE)
+    others = {"references": IMAGE, "control_scale": "0.5", "preprocess": "edges", "extend": IMAGE, "video": IMAGE}
+    request = read(offered, model="animate", size_from="image", width=None, **given, **others)
+    assert read(offered, model="animate", **given, overlap="5").overlap == "5"
+    assert read(offered, model="wan2.1-vace", **given, overlap="5").overlap == "1"
+    assert [getattr(request, name) for name in given] == [IMAGE] * 5 and request.width == AUTO
+    assert (request.references, request.control_scale, request.preprocess) == ((), (1.0,), "off")
+    assert (request.extend, request.video) == (None, None)
+    restored = form.filled(request.to_json(), offered)
+    assert {name: restored[name]["value"] for name in given} == given
+    steered = read(offered, model="wan2.1-vace", **given)
+    assert (steered.image, steered.face, steered.background, steered.mask) == (IMAGE, None, None, IMAGE)
+
+
+def test_keyframes_of_the_form_and_their_times_are_read_and_restored(able: dict[str, ModelSpec]) -> None:
+    given = {"keyframes": f"{IMAGE}\n{IMAGE}", "keyframe_seconds": "1, 2.5"}
+    # The form shows no place for what a model does not take.
+    plain = read(able, **given)
+    assert (plain.keyframes, plain.keyframe_seconds) == ((), ())
+    spec = able[GOOD["model"]]
+    assert spec.image_input is not None
+    guided = able | {GOOD["model"]: replace(spec, image_input=replace(spec.image_input, last="keyframe"))}
+    request = read(guided, **given)
+    assert (request.keyframes, request.keyframe_seconds) == ((IMAGE, IMAGE), (1.0, 2.5))
+    restored = form.filled(request.to_json(), guided)
+    assert {name: restored[name]["value"] for name in given} == given
+    assert read(guided, keyframe_seconds="1").keyframe_seconds == ()
+    with pytest.raises(InvalidRequestError) as refused:
+        read(guided, **given | {"keyframe_seconds": "soon"})
+    assert (refused.value.field, refused.value.code) == ("keyframe_seconds", "request.not_numbers")
 
 
 def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSpec]) -> None:
@@ -419,7 +470,7 @@ def test_the_size_follows_from_the_image_if_there_is_one(able: dict[str, ModelSp
 def test_only_copies_of_images_are_read_and_restored(able: dict[str, ModelSpec], value: Any) -> None:
     video_input = able["wan2.1"].video_input
     assert video_input is not None
-    able["wan2.1"] = replace(able["wan2.1"], control_input=ControlInput(vae=video_input, blocks=2))
+    able["wan2.1"] = replace(able["wan2.1"], control_input=ControlInput(vae=video_input, blocks=2, channels=96))
     for field in ("image", "last_image", "extend", "video", "control", "mask", "references"):
         if field == "references" and value == []:
             continue  # no images

@@ -16,7 +16,7 @@ from PIL import Image
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse
-from runtime.core.request import PREPROCESSING
+from runtime.core.request import OVERLAPS, PREPROCESSING
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
 from runtime.models.images import find_image, image_models, keep_image
@@ -28,6 +28,7 @@ from runtime.video.image_decoder import FORMATS
 from runtime.video.mp4 import VideoWriter, read_frame
 from tests.image_files import encoded, picture, saved, taking_images
 from tests.plans import machine, tiny_plan
+from tests.tiny_models import ANIMATE
 
 
 @pytest.fixture
@@ -56,15 +57,22 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
     optional, required = places(), places(required=True, last="required")
     assert optional.count("data-place") == 2 and "required" not in optional  # one is of a video to extend
     assert required.count("data-place") == 3 and required.count('aria-required="true"') == 2
-    for last in ("optional", "keyframe"):
-        assert places(last=last).count("data-place") == 3 and "required" not in places(last=last)
+    for last, further in (("optional", []), ("keyframe", ["keyframes"])):
+        made = places(last=last)
+        assert re.findall('data-place="([a-z_]+)"', made) == ["image", *further, "last_image", "extend"]
+        assert "required" not in made and ('id="keyframe-seconds"' in made) == bool(further)
     steered = tiny("wan2.1-vace")
     everything, visitors = places_html(steered, {}), places_html(steered, {}, videos=False)
     assert re.findall('data-place="([a-z]+)"', everything) == ["control", "mask", "references"]
-    assert everything.count('accept="video/*,.mkv"') == 2 and 'id="control-scale"' in everything
+    assert everything.count('accept="video/*,.mkv') == 2 and 'id="control-scale"' in everything
     assert re.findall('option value="([a-z]+)"', everything) == [*PREPROCESSING]
     assert re.findall('data-place="([a-z]+)"', visitors) == ["references"]
     assert 'id="control-scale"' not in places_html(tiny("wan2.1"), {})
+    animated = places_html(tiny(ANIMATE), {"a": tiny(ANIMATE)})
+    assert re.findall('data-place="([a-z]+)"', animated) == ["image", "control", "face", "background", "mask"]
+    assert animated.count('aria-required="true"') == 3 and 'id="preprocess"' not in animated
+    assert re.findall('option value="([0-9]+)"', animated) == [*OVERLAPS]
+    assert 'data-able="[]"' in animated and 'id="control-scale"' not in animated
     assert f'data-able="[[&#34;{spec.name}&#34;, &#34;{spec.title}&#34;]]"' in optional
 
 
@@ -117,6 +125,9 @@ def test_a_picture_of_a_kept_image_is_small(answers: ImageAnswers, tmp_path: Pat
     [
         {},
         {"what": "frame", "seconds": 1},
+        {"what": "moment", "video": "/etc/passwd", "seconds": 1},
+        {"what": "moment", "video": "sha256:0", "seconds": -1},
+        {"what": "moment", "video": "sha256:0", "seconds": float("nan")},
         {"what": "frame", "job": "12345678", "seconds": None},
         {"what": "picture", "image": ["a"]},
         {"what": "example"},

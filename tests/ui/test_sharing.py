@@ -137,7 +137,14 @@ def test_visitors_only_see_their_own_videos(server: Server, visitor: Visitor, ot
         assert (b"GIF89a" in exported, prompt.encode() in exported) == (file_start, file_start)
         assert (b'"error"' in exported) is not file_start and str(server.cache_dir).encode() not in exported
     # What only the person whose Tandem it is fetches, not even of one's own.
-    for path in ("now", f"poster/{job}.webp", f"copy/{job}.mp4", f"report/{job}.json", f"report/whole/{job}.json"):
+    for path in (
+        "now",
+        f"poster/{job}.webp",
+        f"copy/{job}.mp4",
+        f"before/{job}.mp4",
+        f"report/{job}.json",
+        f"report/whole/{job}.json",
+    ):
         assert visitor.get(f"/tandem/{path}").status == 403, path
     # The page's own functions, given the other's job: nothing of it is shown.
     for function in other.client.config["dependencies"]:

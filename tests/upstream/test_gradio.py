@@ -141,6 +141,14 @@ def test_the_tasks_of_a_stream_end_with_it(app: routes.App, reads: bool) -> None
     asyncio.run(asyncio.wait_for(client_leaves(), 60))
 
 
+def test_the_queue_has_pauses_that_can_be_longer() -> None:
+    made = page()
+    private.poll_less(made)
+    source = inspect.getsource(Queue)
+    for name, most in (("sleep_when_free", 0.01), ("progress_update_sleep_when_free", 60.0)):
+        assert getattr(made._queue, name) == most and f"await asyncio.sleep(self.{name})" in source, name
+
+
 def test_old_results_that_nobody_read_are_forgotten(app: routes.App) -> None:
     queue = app.get_blocks()._queue
     names = ["running", *"abcd", "read"]

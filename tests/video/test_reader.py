@@ -80,6 +80,15 @@ def test_videos_of_all_kinds_are_read(tmp_path: Path, subtests: pytest.Subtests)
             assert count_frames(info, Fraction(10), 4) == sum(map(len, read_video(info, 3, rate=Fraction(10), most=4)))
 
 
+@pytest.mark.parametrize("name", ["a.mp4", "a.ts", "a.h264"])
+def test_a_part_is_read_from_its_second_on(name: str, tmp_path: Path) -> None:
+    source = ("-f", "lavfi", "-i", "testsrc2=size=32x24:rate=25:duration=3")
+    info = read_info(make(tmp_path / name, "-c:v", "libx264", "-g", "50", inputs=source))
+    rate = Fraction(10)
+    every, part = (np.concatenate([*read_video(info, 7, rate=rate, start=start)]) for start in (0.0, 1.2))
+    assert (part[:15] == every[12:27]).all() and len(part) == count_frames(info, rate, 99, start=1.2)
+
+
 def test_frames_have_the_colors_that_were_written(tmp_path: Path) -> None:
     colors = np.array([[200, 40, 40], [30, 160, 60], [40, 60, 220], [128, 128, 128]], np.uint8)
     frames = np.repeat(np.repeat(colors.reshape(1, 2, 2, 3), 16, 1), 16, 2).repeat(5, 0)

@@ -24,6 +24,9 @@ MESSAGES: Mapping[str, Message] = {
     "cli.folder_unreadable": Message("{field:setting} is empty or unreadable.", "Give the name of a folder."),
     "cli.guidance_invalid": Message("{field:setting} is {value}.", "Give a number such as 4, or two such as 4,3."),
     "cli.jobs_deleted": Message("Deleted {jobs}. To restore within {days:n day}: `{tandem} jobs undelete {jobs}`"),
+    "cli.keyframe_without_time": Message(
+        "{set[keyframes]} is {value}, without a time.", "Give a file and a time in seconds, such as boat.png@2.5."
+    ),
     "cli.license_not_confirmed": Message(
         "The license needs a confirmation, and there is no terminal.", "Add --yes if you agree to it."
     ),

@@ -195,6 +195,10 @@ _FILES: Mapping[str, Message] = {
         "{file} is the {component:lower_component} of {title} or a model like it. Tandem reads it from folders only.",
         "Use a folder in diffusers' format: `{tandem} models download {model}`.",
     ),
+    "model.file_has_control_blocks_only": Message(
+        "{file} has only the blocks that read control videos, without the transformer that they are added to.",
+        "Use a file of the whole model, such as wan2.1_vace_14B_fp16.safetensors.",
+    ),
     "model.file_unknown": Message(
         "{file} is no transformer of a model that Tandem runs from a single file; it has {tensors:list}.",
         "Use a file of a Wan or LTX-2 transformer. A LoRA belongs to {set[lora]}; other families are used as folders.",
@@ -206,7 +210,7 @@ _FILES: Mapping[str, Message] = {
     "model.file_tensor_missing": Message("{file} lacks {tensor}.", _AGAIN),
     "model.file_tensor_unknown": Message(
         "{file} has {tensor}, which the models that Tandem runs do not have.",
-        "Use a file of a plain model, without VACE, controls or other additions.",
+        "Use a file of a plain model or of VACE, without other additions.",
     ),
     "model.file_other_shape": Message("{file} has {tensor} of {shape}; its other tensors require {expected}.", _AGAIN),
     "model.file_expert_unknown": Message(
@@ -279,6 +283,12 @@ _IMAGES: Mapping[str, Message] = {
     "image.model_without_last": Message(
         "{model} does not end with an image.", "Leave {set[last_image]} out, or select another model."
     ),
+    "image.model_without_keyframes": Message(
+        "{model} takes no keyframes.", "Leave {set[keyframes]} out, or select a model that takes them, such as LTX-2."
+    ),
+    "image.keyframe_times": Message(
+        "There are {count:n keyframe} and {times:n time}.", "Give a time in seconds for each keyframe."
+    ),
     "image.no_model": Message("{model} does not start from an image.", "Leave the image out."),
     "image.not_kept": Message(
         "The image cannot be written to {folder}.", "Set TANDEM_CACHE_DIR to a folder that you can write to."
@@ -345,6 +355,19 @@ _VIDEOS: Mapping[str, Message] = {
         "{field:setting} is given; {model} is not steered by control videos, masks or reference images.",
         "Leave {field:setting} out, or install a model with a control branch, such as Wan2.1 VACE.",
     ),
+    "control.other_model": Message(
+        "{field:setting} is given; {model} does not take it.", "Select one of {models:list}."
+    ),
+    "control.not_taken": Message("{field:setting} is given; {model} does not take it.", "Leave {field:setting} out."),
+    "control.required": Message("{model} needs {field:setting}.", "Give a video with {field:setting}."),
+    "control.mask_without_background": Message(
+        "A mask shows where the character is put into a background video, and there is none.",
+        "Give one with {set[background]}.",
+    ),
+    "control.background_alone": Message(
+        "A background video is given, and no mask that is white where the character is put into it.",
+        "Give one with {set[mask]}.",
+    ),
     "control.mask_alone": Message(
         "A mask shows where a control video changes, and there is none.", "Give one with {set[control]}."
     ),
@@ -362,6 +385,12 @@ _VIDEOS: Mapping[str, Message] = {
     "control.preprocess_kept": Message(
         "{set[outpaint]} keeps the control video as it is, so that nothing of it is preprocessed.",
         "Give a mask of what changes with {set[mask]}, or leave one of them out.",
+    ),
+    "control.start_alone": Message(
+        "{set[control_start]} is a second of a control video, and there is none.", "Give one with {set[control]}."
+    ),
+    "control.starts_after_end": Message(
+        "{file} has no frames after {start:g} s.", "Give an earlier second with {set[control_start]}."
     ),
     "control.scales": Message(
         "{set[control_scale]} has {count} numbers; {model} has {blocks:n block} that read control videos.",

@@ -178,8 +178,19 @@ _REFUSALS: Mapping[str, Message] = {
     ),
     "planner.frame_count": Message("{set[frames]} is {value}; {model} supports {stride}n+1 frames.", "Use {able:or}."),
     "planner.too_short_for_last_image": Message(
-        "{set[frames]} is {value}; {model} makes at least {able} frames with a last image.",
-        "Use {able}, or leave {set[last_image]} out.",
+        "{set[frames]} is {value}; {model} makes at least {able} frames with a last image or a keyframe.",
+        "Use {able}, or leave {set[last_image]} and {set[keyframes]} out.",
+    ),
+    "planner.keyframe_first": Message(
+        "A keyframe at {seconds:g} s is the first frame.", "Give the image with {set[image]}, or a later time."
+    ),
+    "planner.keyframe_outside": Message(
+        "A keyframe is at {seconds:g} s, and the last frame at {last:.4g} s.",
+        "Give an earlier time, or make a longer video with {set[frames]}.",
+    ),
+    "planner.keyframes_too_close": Message(
+        "Keyframes at {seconds:g} s and {other:.4g} s are in the same latent frame.",
+        "Leave one out, or move them {apart:.2g} s apart.",
     ),
     "planner.no_new_frames": Message(
         "{set[frames]} is {value}, and {given:n frame} of them are given: nothing is left to make.",
@@ -455,6 +466,9 @@ _WARNINGS: Mapping[str, Message] = {
     ),
     "planner.last_image_cut": Message(
         "{percent} % of the last image {image} is cut off at {size}. {set[image_fit=fit]} shows all of it."
+    ),
+    "planner.keyframe_cut": Message(
+        "{percent} % of the keyframe {image} is cut off at {size}. {set[image_fit=fit]} shows all of it."
     ),
     "planner.video_cut": Message(
         "{percent} % of the video {image} is cut off at {size}. {suggested} has its proportions; "

@@ -28,10 +28,10 @@ _TEXTS_KEPT = 2
 
 
 def shared_speed(speed: Speed, name: str) -> Speed:
-    """Return the options of a plan's `Speed` that apply on several GPUs: no paired passes, no CUDA graphs."""
+    """Return the options of a plan's `Speed` that apply on several GPUs: no paired passes."""
     if name == "vae":
         return Speed(compiled=speed.compiled, channels_last=speed.channels_last)
-    fields = ("attention", "sparse_tau", "compiled", "text_kept", "fused")
+    fields = ("attention", "sparse_tau", "compiled", "text_kept", "graphed", "fused")
     return Speed(**{field: getattr(speed, field) for field in fields})
 
 
@@ -99,6 +99,11 @@ class SharedDenoiser:
         finally:
             if self._group.alive:
                 self._group.call("cache", _not_cancelled, name=self._name, step_cache=NONE)
+
+    def forget(self) -> None:
+        """Free what the processes cache for a clip, and their CUDA graphs. Not for block engines, which it drops."""
+        if self._group.alive:
+            self._group.call("forget", _not_cancelled, name=self._name)
 
     def begin_step(self, *, fresh: bool, exact: bool) -> None:
         """See `Denoiser`; the processes do it with the next pass."""
@@ -168,10 +173,20 @@ class SharedStreamDenoiser(SharedDenoiser):
         )
 
 
+class SharedControlDenoiser(SharedDenoiser):
+    """One of a model that a control video steers; see `ControlDenoiser`."""
+
+    def steer(self, scales: tuple[float, ...]) -> None:
+        """See `ControlDenoiser`."""
+        self._group.call("steer", self.check, name=self._name, scales=scales)
+
+
 def _denoiser_kind(spec: ModelSpec) -> type[SharedDenoiser]:
     """Return the class of a model's denoisers."""
     if spec.sound_latents is not None:
         return SharedStreamDenoiser
+    if spec.control_input is not None:
+        return SharedControlDenoiser
     return SharedDenoiser if spec.section is None else SharedSectionDenoiser
 
 

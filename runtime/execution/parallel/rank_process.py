@@ -32,6 +32,7 @@ from runtime.engines.store import EngineStore
 from runtime.execution.attention import with_usable_attention
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import (
+    ControlDenoiser,
     PyTorchDenoiser,
     SectionDenoiser,
     SectionInputs,
@@ -97,6 +98,8 @@ def receive(connection: Connection) -> Message:
         EOFError, OSError: if the other end is closed.
         BlockingIOError: if the connection has a timeout, and a message stalls for that long.
     """
+    if sys.platform == "win32":
+        raise NotImplementedError  # several GPUs cannot share a job there, see `planner.placement`
     values, kinds = json.loads(connection.recv_bytes())
     tensors = [torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in kinds]
     for tensor in tensors:
@@ -241,6 +244,11 @@ class Rank:
         self._step_caches[name].enter_context(self._denoisers[name].caching(task["step_cache"], self._tokens))
         return {}, []
 
+    def forget(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Free what a transformer caches for a clip, and its CUDA graphs."""
+        self._denoisers[task["name"]].forget()
+        return {}, []
+
     def see_section(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
         """Set what a section of a video is sampled from; `tensors` are those of `SectionInputs`, in its order."""
         clean, history_2x, history_4x, image_embeds = (tensor.to(self._device) for tensor in tensors)
@@ -259,6 +267,11 @@ class Rank:
         """Set the shapes of video and sound, and the blocks that passes of one kind skip."""
         streams = TypeAdapter(Streams).validate_python(task["streams"])
         cast("StreamDenoiser", self._denoisers[task["name"]]).see(streams, tuple(task["skipping_blocks"]))
+        return {}, []
+
+    def steer(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
+        """Set how much a video follows what steers it."""
+        cast("ControlDenoiser", self._denoisers[task["name"]]).steer(tuple(task["scales"]))
         return {}, []
 
     def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
@@ -330,8 +343,10 @@ def serve(number: int, split: Split, folder: Path, connection: Connection, heart
         "load": rank.load,
         "free": rank.free,
         "cache": rank.cache,
+        "forget": rank.forget,
         "see_section": rank.see_section,
         "see_streams": rank.see_streams,
+        "steer": rank.steer,
         "forward": rank.forward,
         "decode": rank.decode,
         "next": rank.next,

@@ -29,6 +29,7 @@ MODULES: Mapping[str, Any] = {
 text_encoder = hunyuan_video.text_encoder
 strip_decoder = hunyuan_video.strip_decoder
 share_tokens = hunyuan_video.share_tokens
+row_calls = hunyuan_video.row_calls
 
 
 def image_encoder(processor: Any, model: ImageModel) -> ImageEncoder:

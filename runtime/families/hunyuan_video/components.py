@@ -1,16 +1,17 @@
 """HunyuanVideo's components in PyTorch, for `execution.components`, and exportable forms, for `engines.programs`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
 
-from runtime.core.plan import EAGER, Speed
+from runtime.core.plan import EAGER, ComponentPlan, Speed
 from runtime.execution.components import StripDecoder, VideoEncoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.rotation import rotation_call
 from runtime.execution.text_encoder import TextEncoder, TextModel
 from runtime.families.hunyuan_video import transformer
 from runtime.families.hunyuan_video.block_programs import BLOCK_PARTS
@@ -18,6 +19,8 @@ from runtime.families.hunyuan_video.conditioning import ClipEncoder, LlamaEncode
 from runtime.families.hunyuan_video.programs import ClipTextForm, LlamaForm
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
 from runtime.families.hunyuan_video.vae_programs import VaeGroupForm
+from runtime.models.quantization import FP8
+from runtime.models.row_operations import RowCall, rounding_calls
 from runtime.models.spec import ModelSpec
 from runtime.models.vae_groups import GROUP_PROGRAMS
 
@@ -34,6 +37,15 @@ def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -
     if name == "text_encoder":
         return LlamaEncoder(tokenizer, model, spec.max_sequence_length)
     return ClipEncoder(tokenizer, model)
+
+
+def row_calls(spec: ModelSpec, part: ComponentPlan, speed: Speed) -> Iterator[RowCall]:
+    """See `execution.components.Components`."""
+    del speed
+    sizes, dtype = spec.transformer, getattr(torch, part.dtype)
+    yield rotation_call(sizes.num_attention_heads, sizes.attention_head_dim, dtype, part.device)
+    if part.quantization == FP8:
+        yield from rounding_calls((sizes.width, sizes.ffn_dim), dtype, part.device)
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:

@@ -63,6 +63,11 @@ class _Linear(NamedTuple):
     inputs: int
 
 
+def rows_of(*, modulated_text: bool) -> int:
+    """Return the number of rows of a stream's table, see `SELF`."""
+    return _ROWS + (_TEXT_ROWS if modulated_text else 0) + _CROSS_ROWS
+
+
 class _StreamPart(BlockPart):
     """A part of one stream.
 
@@ -99,7 +104,7 @@ class _StreamPart(BlockPart):
             },
             **{name: f"{path}.weight" for name, (path, _) in norms.items()},
         }
-        rows = _ROWS + (_TEXT_ROWS if transformer.modulated_text else 0) + _CROSS_ROWS
+        rows = rows_of(modulated_text=transformer.modulated_text)
         self.tensors = {
             **self._activations(),
             "x": BlockTensor((TOKENS, self._width), "float32"),

@@ -1,6 +1,6 @@
 """LTX-2's components in PyTorch, for `execution.components`, and the exportable forms of programs."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 
-from runtime.core.plan import EAGER, LatentSize, Speed
+from runtime.core.plan import EAGER, ComponentPlan, LatentSize, Speed
 from runtime.core.request import SOUND_DECODERS
 from runtime.execution.components import SoundDecoder, StripDecoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel
@@ -23,6 +23,7 @@ from runtime.families.ltx2 import transformer
 from runtime.families.ltx2.block_programs import BLOCK_PARTS
 from runtime.families.ltx2.conditioning import GemmaEncoder, GemmaStates, PyTorchConnectors
 from runtime.families.ltx2.sound_programs import SpectrumForm, VocoderForm
+from runtime.families.ltx2.spec import TransformerSpec
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import (
     PyTorchImageEncoder,
@@ -33,6 +34,8 @@ from runtime.families.ltx2.vae import (
 )
 from runtime.families.ltx2.vae_programs import VaeClipForm, VaeImageForm
 from runtime.models.folder import read_config
+from runtime.models.quantization import FP8
+from runtime.models.row_operations import RowCall
 from runtime.models.spec import ModelSpec
 from runtime.models.vae_groups import CLIP_PROGRAM
 from runtime.models.weights import load_tensors
@@ -81,6 +84,19 @@ def latent_upsampler(spec: ModelSpec, module: torch.nn.Module, device: str | tor
 def sound_decoder(name: str, module: torch.nn.Module, device: str | torch.device) -> SoundDecoder:
     """See `execution.components.Components`."""
     return PyTorchVocoder(module, device) if name == "vocoder" else PyTorchSpectrumDecoder(module, device)
+
+
+def row_calls(spec: ModelSpec, part: ComponentPlan, speed: Speed) -> Iterator[RowCall]:
+    """See `execution.components.Components`."""
+    assert isinstance(spec.transformer, TransformerSpec)
+    return transformer.row_calls(
+        spec.transformer,
+        getattr(torch, part.dtype),
+        part.device,
+        timesteps=2 if spec.images else 1,
+        fused=speed.fused,
+        rounded=part.quantization == FP8,
+    )
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> PyTorchStreamDenoiser:

@@ -46,9 +46,20 @@ from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.streams import Streams
 from runtime.execution.text_states import TextState, TextStates
-from runtime.families.ltx2.block_programs import CROSS, FEED_FORWARD, SELF, SOUND_ASKS, TEXT, VIDEO_ASKS
+from runtime.families.ltx2.block_programs import CROSS, FEED_FORWARD, SELF, SOUND_ASKS, TEXT, VIDEO_ASKS, rows_of
+from runtime.families.ltx2.spec import TransformerSpec
 from runtime.models.quantization import linear_of_gelu
-from runtime.models.row_operations import add_norms, by_token, computed, layer_norm, norm_rotate
+from runtime.models.row_operations import (
+    EPSILON,
+    RowCall,
+    add_norms,
+    by_token,
+    computed,
+    layer_norm,
+    norm_rotate,
+    quantize_gelu_rows,
+    rounding_calls,
+)
 from runtime.upstream.diffusers import cache_single_stream
 
 # The text for the video and for the sound, each (1, text tokens, width), or the keys and values of each in a block.
@@ -686,6 +697,53 @@ def _use_step(module: Any, step: BlockStep, *, wide: bool = False) -> None:
     for block in module.transformer_blocks:
         block.step = step
     module.is_wide = wide
+
+
+def row_calls(
+    sizes: TransformerSpec, dtype: torch.dtype, device: str, *, timesteps: int, fused: bool, rounded: bool
+) -> Iterator[RowCall]:
+    """Yield the operations of `row_operations` of a block that is not compiled, and those after the last block.
+
+    Args:
+        timesteps: of the video: 2 with given latent frames.
+        fused: whether projections of the same input are one matrix, see `fuse`.
+        rounded: whether weights are in FP8.
+    """
+    rows = rows_of(modulated_text=sizes.modulated_text)
+    of_video = sizes.width, sizes.num_attention_heads, timesteps
+    for width, heads, times in (of_video, (sizes.sound_width, sizes.sound_heads, 1)):
+        x = torch.ones(1, 2, width, dtype=dtype, device=device)
+        row = torch.ones(times, rows, width, dtype=torch.float32, device=device)[:, 0]
+        pair, gate = (row, row), row if sizes.modulated_text else None
+        of_text = pair if sizes.modulated_text else None
+        sums = [(None, None, (pair,)), (x, row, (of_text,)), (x, gate, (pair, pair)), (x, row, (pair,)), (x, row, ())]
+        sums += [(x, gate, (pair,))] if gate is None else []  # where the streams do not attend to each other
+        yield from ((add_norms, (x, *added, 1, EPSILON)) for added in sums)
+        projected = _columns(x, 3 if fused else 1)
+        weight = torch.ones(width, dtype=dtype, device=device)
+        yield norm_rotate, (projected, weight, EPSILON, *_angles_like(projected, heads, splits=sizes.splits_heads))
+        yield norm_rotate, (x, weight, EPSILON)
+        asking = torch.ones(1, 2, sizes.sound_width, dtype=dtype, device=device)
+        weight = torch.ones(sizes.sound_width, dtype=dtype, device=device)
+        angles = _angles_like(asking, heads, splits=sizes.splits_heads)
+        yield from ((norm_rotate, (x, weight, EPSILON, *angles)) for x in (asking, _columns(asking, 2 if fused else 1)))
+        if rounded:
+            yield from rounding_calls((width,), dtype, device)
+            yield from rounding_calls((4 * width,), dtype, device, quantize_gelu_rows)
+    last, row = (torch.ones(1, count, sizes.width, device=device) for count in (2, timesteps))
+    yield layer_norm, (last.to(dtype), row, row, EPSILON, dtype)
+
+
+def _columns(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first columns of a matrix that is so many times wider."""
+    return x.repeat(1, 1, count)[..., : x.shape[2]]
+
+
+def _angles_like(x: torch.Tensor, heads: int, *, splits: bool) -> Angles:
+    """Return angles of 1 for `x`, (1, tokens, width); see `TransformerSpec.splits_heads`."""
+    width = x.shape[2]
+    angles = torch.ones(1, x.shape[1], width // 2, dtype=torch.float32, device=x.device)
+    return Angles(angles, angles, width // heads // 2 if splits else 1)
 
 
 def fuse(module: Any) -> bool:

@@ -1,29 +1,33 @@
 """Wan's components in PyTorch, for `execution.components`, and its exportable forms, for `engines.programs`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan_animate import WanAnimateTransformer3DModel
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel
 from PIL.Image import Image
 
-from runtime.core.plan import EAGER, Speed
+from runtime.core.plan import EAGER, ComponentPlan, Speed
 from runtime.execution.components import ControlClip, VideoEncoder
 from runtime.execution.image_encoder import ImageEncoder, ImageModel, PyTorchImageModel
 from runtime.execution.parallel.ulysses import Tokens
+from runtime.execution.rotation import rotation_call
 from runtime.execution.text_encoder import TextEncoder, TextModel
-from runtime.families.wan import transformer, vace
+from runtime.families.wan import animate, transformer, vace
 from runtime.families.wan.block_programs import BLOCK_PARTS
 from runtime.families.wan.conditioning import clean_prompt
 from runtime.families.wan.programs import ImageEncoderForm, TextEncoderForm, TransformerForm
 from runtime.families.wan.vae import PyTorchVideoDecoder, StripDecoder
 from runtime.families.wan.vae_encoder import PyTorchVideoEncoder
 from runtime.families.wan.vae_programs import VaeClipForm, VaeEncoderForm, VaeForm
+from runtime.models.quantization import FP8
+from runtime.models.row_operations import EPSILON, RowCall, add_gated, layer_norm, rounding_calls
 from runtime.models.spec import ModelSpec
 
-_TRANSFORMERS = (WanTransformer3DModel, WanVACETransformer3DModel)
+_TRANSFORMERS = (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
 MODULES: Mapping[str, Any] = {
     "text_encoder": "UMT5EncoderModel",
     "image_encoder": "CLIPVisionModel",
@@ -65,10 +69,29 @@ def video_encoder(module: torch.nn.Module, device: str | torch.device) -> PyTorc
 
 
 def control_latents(
-    encoder: VideoEncoder, spec: ModelSpec, clip: ControlClip, tile: int | None, check: Callable[[], None]
+    encoder: VideoEncoder,
+    spec: ModelSpec,
+    clip: ControlClip,
+    tile: int | None,
+    check: Callable[[], None],
+    chunk: int = 1,
 ) -> torch.Tensor:
     """See `execution.components.Components`."""
-    return vace.control_latents(encoder, spec, clip, tile, check)
+    of_kind = vace if spec.starts_from_images else animate
+    return of_kind.control_latents(encoder, spec, clip, tile, check, chunk)
+
+
+def row_calls(spec: ModelSpec, part: ComponentPlan, speed: Speed) -> Iterator[RowCall]:
+    """See `execution.components.Components`."""
+    del speed
+    sizes, dtype = spec.transformer, getattr(torch, part.dtype)
+    x = torch.ones(1, 1, sizes.width, dtype=dtype, device=part.device)
+    table = torch.ones_like(x, dtype=torch.float32)
+    yield layer_norm, (x, table, table, EPSILON, dtype)
+    yield add_gated, (x, x, table)
+    yield rotation_call(sizes.num_attention_heads, sizes.attention_head_dim, dtype, part.device)
+    if part.quantization == FP8:
+        yield from rounding_calls((sizes.width, sizes.ffn_dim), dtype, part.device)
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> transformer.PyTorchDenoiser:

@@ -1,6 +1,6 @@
 """Wan's transformer in single files: names of its tensors, and the architecture that follows from their shapes.
 
-Files have the names of Wan's own code or those of diffusers. Imports no torch.
+Files have the names of Wan's own code or those of diffusers; those of VACE have control blocks too. Imports no torch.
 
 Source of the names: diffusers' loaders/single_file_utils.py (`convert_wan_transformer_to_diffusers`), and
 scripts/convert_wan_to_diffusers.py for the embedding of two images.
@@ -11,13 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from runtime.families.wan.lora_names import IMAGE_EMBEDDER, IN_BLOCKS, OUTSIDE
+from runtime.families.wan.lora_names import (
+    CONTROL_EMBEDDING,
+    IMAGE_EMBEDDER,
+    IN_BLOCKS,
+    IN_CONTROL_BLOCKS,
+    OUTSIDE,
+)
+from runtime.families.wan.transformer_spec import VACE_CLASS
 from runtime.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 _BLOCK = re.compile(r"(blocks\.([0-9]{1,4}))\.(.+)")
+_CONTROL_BLOCK = re.compile(r"(vace_blocks\.([0-9]{1,4}))\.(.+)")
 # Without which a file is no transformer of Wan.
 _SIGNS = (
     "patch_embedding.weight",
@@ -44,10 +52,11 @@ def diffusers_names(names: Sequence[str]) -> dict[str, str]:
 def _diffusers_name(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
-    block = _BLOCK.fullmatch(name)
-    if block is None:
-        return _renamed(name, OUTSIDE)
-    return f"{block[1]}.{_renamed(block[3], IN_BLOCKS)}"
+    for pattern, modules in ((_BLOCK, IN_BLOCKS), (_CONTROL_BLOCK, IN_CONTROL_BLOCKS)):
+        block = pattern.fullmatch(name)
+        if block is not None:
+            return f"{block[1]}.{_renamed(block[3], modules)}"
+    return _renamed(name, OUTSIDE)
 
 
 def _renamed(name: str, modules: Mapping[str, str]) -> str:
@@ -70,7 +79,7 @@ def config_of(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any
     width, patch_size = patch[0], list(patch[2:])
     if not (prod(patch) and prod(query) and prod(last)):
         return None
-    numbers = {int(match[2]) for name in shapes if (match := _BLOCK.fullmatch(name))}
+    layers = _count(shapes, _BLOCK)
     config: dict[str, Any] = {
         "patch_size": patch_size,
         "in_channels": patch[1],
@@ -78,7 +87,7 @@ def config_of(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any
         "text_dim": text[1],
         "freq_dim": time[1],
         "ffn_dim": feed_forward[0],
-        "num_layers": min(len(numbers), _MAX_LAYERS),
+        "num_layers": layers,
         "cross_attn_norm": "blocks.0.norm2.weight" in shapes,
         "qk_norm": "rms_norm_across_heads",
         "image_dim": None,
@@ -90,7 +99,29 @@ def config_of(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any
         positions = shapes.get(f"{IMAGE_EMBEDDER}.pos_embed")
         config |= {"image_dim": norm[0], "added_kv_proj_dim": width}
         config["pos_embed_seq_len"] = positions[1] if positions is not None and len(positions) > 1 else None
+    control, count = shapes.get(f"{CONTROL_EMBEDDING}.weight", ()), _count(shapes, _CONTROL_BLOCK)
+    if len(control) == _KERNEL and count:
+        config |= {"_class_name": VACE_CLASS, "vace_in_channels": control[1]}
+        config["vace_layers"] = _control_layers(layers, count, candidates)
     return config | _heads(config, width, candidates)
+
+
+def _count(shapes: Mapping[str, Shape], block: re.Pattern[str]) -> int:
+    """Return the number of blocks of a kind."""
+    return min(len({match[2] for name in shapes if (match := block.fullmatch(name))}), _MAX_LAYERS)
+
+
+def _control_layers(layers: int, count: int, candidates: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the blocks that the results of so many control blocks are added to.
+
+    Shapes do not tell. Without another model that has as many blocks of each kind, they are at equal distances from the
+    first block on, as in all published models.
+    """
+    for candidate in candidates:
+        positions = candidate.get("vace_layers")
+        if candidate.get("num_layers") == layers and isinstance(positions, list | tuple) and len(positions) == count:
+            return list(positions)
+    return list(range(0, layers, max(layers // count, 1)))[:count]
 
 
 def experts(config: Mapping[str, Any], *, named: bool) -> int:
@@ -139,8 +170,14 @@ def parameters(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
         yield from _layer(f"{IMAGE_EMBEDDER}.ff.net.0.proj", (image, image))
         yield from _layer(f"{IMAGE_EMBEDDER}.ff.net.2", (width, image))
         yield from _layer(f"{IMAGE_EMBEDDER}.norm2", (width,))
-    for number in range(config["num_layers"]):
-        block = f"blocks.{number}"
+    blocks = [f"blocks.{number}" for number in range(config["num_layers"])]
+    if "vace_layers" in config:
+        yield from _layer(CONTROL_EMBEDDING, (width, config["vace_in_channels"], *patch))
+        controls = [f"vace_blocks.{number}" for number in range(len(config["vace_layers"]))]
+        for name in (*(f"{block}.proj_in" for block in controls[:1]), *(f"{block}.proj_out" for block in controls)):
+            yield from _layer(name, (width, width))
+        blocks += controls
+    for block in blocks:
         yield f"{block}.scale_shift_table", (1, 6, width)
         for attention in ("attn1", "attn2"):
             for layer in ("to_q", "to_k", "to_v", "to_out.0"):

@@ -7,7 +7,7 @@ import re
 from math import prod
 from typing import Any
 
-from runtime.models.lora_names import Blocks, DistilledLoras, LoraNames
+from runtime.models.lora_names import Blocks, DistilledLoras, LoraNames, Names
 from runtime.models.registry import ABSENT
 from runtime.models.spec import ModelSpec
 
@@ -51,14 +51,28 @@ OUTSIDE = {
 }
 # VACE's control blocks have projections more, and read latents through a layer of their own.
 IN_CONTROL_BLOCKS = {**IN_BLOCKS, "before_proj": "proj_in", "after_proj": "proj_out"}
-_CONTROL_EMBEDDING = "vace_patch_embedding"
+CONTROL_EMBEDDING = "vace_patch_embedding"
+# Animate's attentions to a face, and its layer for poses.
+_IN_FACE_BLOCKS: Names = {
+    "linear1_q": "to_q",
+    "linear1_kv": ("to_k", "to_v"),
+    "linear2": "to_out",
+    "q_norm": "norm_q",
+    "k_norm": "norm_k",
+}
+_POSE_EMBEDDING = "pose_patch_embedding"
 NAMES = LoraNames(
-    blocks=[Blocks("blocks", "blocks", IN_BLOCKS), Blocks("vace_blocks", "vace_blocks", IN_CONTROL_BLOCKS)],
-    outside={**OUTSIDE, _CONTROL_EMBEDDING: _CONTROL_EMBEDDING},
+    blocks=[
+        Blocks("blocks", "blocks", IN_BLOCKS),
+        Blocks("vace_blocks", "vace_blocks", IN_CONTROL_BLOCKS),
+        Blocks("face_adapter.fuser_blocks", "face_adapter", _IN_FACE_BLOCKS),
+    ],
+    outside={**OUTSIDE, CONTROL_EMBEDDING: CONTROL_EMBEDDING, _POSE_EMBEDDING: _POSE_EMBEDDING},
 )
 # Layers of the attention to the image, of Wan2.1's models for images.
 _IMAGE_ATTENTION = frozenset({"attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k"})
 _BLOCK = re.compile(r"(vace_)?blocks\.([0-9]+)\.(.+)")
+_FACE_BLOCK = re.compile(r"face_adapter\.([0-9]+)\.(.+)")
 # LoRAs from step distillation are identified by their names.
 _LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
 # lightx2v's for its four-step LoRAs, of both generations of the model ("sample_shift" in
@@ -81,6 +95,14 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
     width, patch = transformer.width, prod(transformer.patch_size)
     image = transformer.image_dim
     controls = len(getattr(transformer, "vace_layers", ()))
+    face_blocks = getattr(transformer, "face_blocks", 0)
+    face = _FACE_BLOCK.match(module)
+    if face is not None:
+        if not face_blocks:
+            return ABSENT
+        head = (transformer.attention_head_dim,)
+        shape = head if face[2].startswith("norm_") else (width, width)
+        return shape if int(face[1]) < face_blocks else None
     block = _BLOCK.match(module)
     if block is None:
         if module.startswith(IMAGE_EMBEDDER) and (
@@ -101,7 +123,8 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
             f"{IMAGE_EMBEDDER}.pos_embed": (1, transformer.pos_embed_seq_len, image),
             "proj_out": (spec.vae.z_dim * patch, width),
             "scale_shift_table": (1, 2, width),
-            _CONTROL_EMBEDDING: (width, transformer.vace_in_channels, *transformer.patch_size) if controls else ABSENT,
+            _POSE_EMBEDDING: (width, spec.vae.z_dim, *transformer.patch_size) if face_blocks else ABSENT,
+            CONTROL_EMBEDDING: (width, transformer.vace_in_channels, *transformer.patch_size) if controls else ABSENT,
         }.get(module)
     if block[1] and not controls:
         return ABSENT

@@ -19,7 +19,12 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
 from runtime.families.wan.part_files import weights
-from runtime.families.wan.transformer_spec import TransformerSpec, VaceTransformerSpec, transformer_spec
+from runtime.families.wan.transformer_spec import (
+    AnimateTransformerSpec,
+    TransformerSpec,
+    VaceTransformerSpec,
+    transformer_spec,
+)
 from runtime.models.folder import (
     count_parameters,
     has_component,
@@ -46,6 +51,8 @@ from runtime.models.timesteps import NoiseLevels, noise_levels
 
 # WanPipeline.__call__'s default; Wan was trained with it.
 MAX_SEQUENCE_LENGTH = 512
+# Those of one segment of Wan-Animate, by which it was trained.
+ANIMATED_FRAMES = 77
 _FLOAT32 = 4
 _RGB = 3
 # Values of a 3×3×3 kernel.
@@ -55,6 +62,8 @@ _KERNEL = 27
 _UNFOLDED = 20480
 # Of an image and gray frames, those that the VAE's encoder computes at each level; the others are equal.
 _COMPUTED_FRAMES = (12, 20, 24)
+# Of a video, those that it computes in one call.
+MOST_ENCODED_FRAMES = _COMPUTED_FRAMES[0]
 # Two names of UMT5's embedding; some files hold both.
 _TIED = ("shared.weight", "encoder.embed_tokens.weight")
 # Names of the VAE's parameters that its encoder has.
@@ -318,9 +327,15 @@ class WanFamily(Family):
         ),
         "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
     }
-    # Wan's own names of CLIP, with queries, keys and values in one layer.
     folder_files: Mapping[str, Sequence[FileSigns]] = {
-        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),)
+        # Wan's own names of CLIP, with queries, keys and values in one layer.
+        IMAGE_ENCODER: (FileSigns(("transformer.0.attn.to_qkv.weight", "cls_embedding")),),
+        # VACE's control blocks, which ComfyUI's wrapper of Wan adds to another file.
+        "transformer": (
+            FileSigns(
+                ("vace_blocks.0.after_proj.weight",), ("patch_embedding.weight",), "model.file_has_control_blocks_only"
+            ),
+        ),
     }
     weights = staticmethod(weights)
     lora_change = staticmethod(lora_names.NAMES.change_of)
@@ -385,9 +400,9 @@ class WanFamily(Family):
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             encoders={"text_encoder": _TEXT_ENCODER.validate_python(model.configs["text_encoder"]).spec},
             programs=_programs(model.experts, image_input, control_input),
-            image_input=image_input if control_input is None else _given_frames(vae),
+            image_input=image_input or _given_frames(vae, control_input),
             control_input=control_input,
-            unsupported=_unsupported(control_input),
+            unsupported=_unsupported(transformer),
             video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
             noise=_NOISE,
@@ -436,9 +451,9 @@ def _spec(
         parameters=counted,
         encoders={"text_encoder": configs.text_encoder},
         programs=programs,
-        image_input=configs.image_input if control_input is None else _given_frames(configs.vae),
+        image_input=configs.image_input or _given_frames(configs.vae, control_input),
         control_input=control_input,
-        unsupported=_unsupported(control_input),
+        unsupported=_unsupported(configs.transformer),
         video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
         flow_shift=configs.flow_shift,
@@ -546,6 +561,8 @@ def _image_input(
 ) -> ImageInput | None:
     """Return how a model starts from images, as `WanImageToVideoPipeline` does; `None` if it cannot.
 
+    Of Wan-Animate, it is the image of the character.
+
     Args:
         encoder: `config.json` of CLIP, if the transformer attends to its embeddings.
         expand_timesteps: whether the first frame can have its own timestep.
@@ -553,6 +570,14 @@ def _image_input(
     Raises:
         ValueError: if the sizes of the encoder and the transformer differ.
     """
+    if isinstance(transformer, AnimateTransformerSpec):
+        channels = 2 * vae.z_dim + vae.scale_factor_temporal
+        if transformer.in_channels != channels or transformer.latent_channels != vae.z_dim:
+            raise ValueError("in_channels")
+        sizes = _IMAGE_ENCODER.validate_python(dict(encoder or {}))
+        if sizes.hidden_size != transformer.image_dim:
+            raise ValueError("image_dim")
+        return ImageInput(kind="character", vae=vae, required=True, tokens=sizes.tokens, width=sizes.hidden_size)
     if transformer.in_channels == 2 * vae.z_dim + vae.scale_factor_temporal:
         if encoder is None:
             return ImageInput(kind="channels", vae=vae, required=True, last="optional")
@@ -583,21 +608,32 @@ def _video_input(transformer: TransformerSpec, vae: VaeSpec, parameters: Mapping
 
 
 def _control_input(transformer: TransformerSpec, vae: VaeSpec) -> ControlInput | None:
-    """Return how a model is steered by a control video, as `WanVACEPipeline` does; `None` if it cannot.
+    """Return how a model is steered, as `WanVACEPipeline` or `WanAnimatePipeline` does; `None` if it cannot.
 
     Raises:
         ValueError: if it reads other channels than latents of two videos and a mask of every pixel.
     """
+    if isinstance(transformer, AnimateTransformerSpec):
+        return ControlInput(
+            vae=vae,
+            blocks=0,
+            channels=vae.z_dim,
+            fields=("control", "face", "background", "mask", "control_start", "overlap"),
+            required=("control", "face"),
+            masked="background",
+            face_side=transformer.motion_encoder_size,
+            segment_frames=ANIMATED_FRAMES,
+        )
     if not isinstance(transformer, VaceTransformerSpec):
         return None
     if transformer.vace_in_channels != 2 * vae.z_dim + vae.scale_factor_spatial**2:
         raise ValueError("vace_in_channels")
-    return ControlInput(vae=vae, blocks=len(transformer.vace_layers))
+    return ControlInput(vae=vae, blocks=len(transformer.vace_layers), channels=transformer.vace_in_channels)
 
 
-def _given_frames(vae: VaeSpec) -> ImageInput:
-    """Return how a model with a control branch starts from an image, and ends with one."""
-    return ImageInput(kind="control", vae=vae, required=False, last="alone")
+def _given_frames(vae: VaeSpec, control_input: ControlInput | None) -> ImageInput | None:
+    """Return how a model starts from an image, and ends with one, in the place of frames of a control video."""
+    return None if control_input is None else ImageInput(kind="control", vae=vae, required=False, last="alone")
 
 
 def _programs(
@@ -605,11 +641,14 @@ def _programs(
 ) -> dict[str, tuple[str, ...]]:
     """Return the programs by component; both experts have one architecture, so one program serves them.
 
-    There are none for a transformer with a control branch, and for the encoder of a control video.
+    There are none for a transformer that is steered, and for the encoder of what steers it.
     """
     names = ("transformer", "transformer_2")[:experts]
     if control_input is not None:
-        encoders: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder",), VAE_ENCODER: ()}
+        encoders: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder",)}
+        if image_input is not None:
+            encoders[IMAGE_ENCODER] = (IMAGE_ENCODER,)
+        encoders[VAE_ENCODER] = ()
         return {**encoders, **dict.fromkeys(names, ()), "vae": ("vae_first", "vae_next")}
     of_images: dict[str, tuple[str, ...]] = {}
     if image_input is not None:
@@ -626,21 +665,27 @@ def _programs(
     }
 
 
-def _unsupported(control_input: ControlInput | None) -> frozenset[str]:
-    """Return the request fields that are not supported: several GPUs for a transformer with a control branch."""
-    return frozenset() if control_input is None else frozenset({"gpus"})
+def _unsupported(transformer: TransformerSpec) -> frozenset[str]:
+    """Return the request fields that are not supported: several GPUs for a character."""
+    return frozenset({"gpus"}) if isinstance(transformer, AnimateTransformerSpec) else frozenset()
 
 
 def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the programs of `block_programs`, if the blocks have the norms of the published models.
 
-    There are none for a transformer with a control branch.
+    There are none for a transformer with blocks for a face.
     """
-    if any(isinstance(transformer_spec(config), VaceTransformerSpec) for config in configs):
+    if any(isinstance(transformer_spec(config), AnimateTransformerSpec) for config in configs):
         return ()
     norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
+
+
+def _unquantized(transformer: TransformerSpec) -> tuple[str, ...]:
+    """Return `ModelSpec.unquantized`: the encoders of a face keep their precision too."""
+    names = ("patch_embedding", "condition_embedder", "proj_out")
+    return (*names, "motion_encoder", "face_encoder") if isinstance(transformer, AnimateTransformerSpec) else names
 
 
 def vae_spec(config: Mapping[str, Any]) -> VaeSpec:
@@ -666,11 +711,17 @@ def _with_sizes(card: dict[str, Any], sizes: tuple[tuple[int, int], ...]) -> dic
 
 
 def card_defaults(vae: VaeSpec, experts: int, image_input: ImageInput | None = None) -> dict[str, Any]:
-    """Return the model cards' settings for TI2V-5B, Wan2.2-A14B or Wan2.1, by VAE, number of experts and images."""
+    """Return the model cards' settings, by VAE, number of experts and images.
+
+    They are for TI2V-5B, Wan2.2-A14B, Wan2.1 and Wan2.2-Animate.
+    """
     from_image = image_input is not None and image_input.required
-    if vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
+    if image_input is not None and image_input.kind == "character":
+        width, height, frames, fps, steps, guidance, guidance_2 = 1280, 720, ANIMATED_FRAMES, 30, 20, 1.0, None
+        sizes: tuple[tuple[int, int], ...] = ((1280, 720), (720, 1280), (832, 480), (480, 832))
+    elif vae.scale_factor_spatial == 16:  # noqa: PLR2004 - TI2V-5B's VAE
         width, height, frames, fps, steps, guidance, guidance_2 = 1280, 704, 121, 24, 50, 5.0, None
-        sizes: tuple[tuple[int, int], ...] = ((1280, 704), (704, 1280))
+        sizes = ((1280, 704), (704, 1280))
     elif experts > 1:
         width, height, frames, fps, steps = 832, 480, 81, 16, 40
         guidance, guidance_2 = (3.5, 3.5) if from_image else (4.0, 3.0)

@@ -16,7 +16,8 @@ enough, because the order of operations changes in the whole block.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
+from runtime.core.step_cache import NONE
 from runtime.execution.attention import BlockKernels, attention
 from runtime.execution.block_engines import BlockEngines, BoundWeights, parts_of, run_pass
 from runtime.execution.compilation import CompiledStep, OnDegraded
@@ -35,11 +37,12 @@ from runtime.execution.fused_layers import unfuse_if_stale
 from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
-from runtime.execution.step_caches import StepCaching
+from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.text_states import TextState, TextStates
-from runtime.families.wan import vace
+from runtime.families.wan import animate, vace
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
 from runtime.models.row_operations import add_gated, by_token, computed, layer_norm
+from runtime.upstream.diffusers import cache_single_stream
 
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
 # (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
@@ -231,12 +234,14 @@ class EngineStep:
         return attended.flatten(2).contiguous()
 
 
-def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> TextState:
+def project_text(
+    module: Any, embeds: torch.Tensor, *, keys_values: bool, face: torch.Tensor | None = None
+) -> TextState:
     """Return the state of text embeddings, (batch, text tokens, text width), in a transformer.
 
     Args:
         embeds: for a transformer that attends to images, with their tokens before those of the text, see `Denoiser`.
-        keys_values: whether each block's keys and values are kept; see `TextState`.
+        keys_values, face: whether each block's keys and values are kept, and the state of a face; see `TextState`.
     """
     embedder = module.condition_embedder
     text = embeds[:, -MAX_SEQUENCE_LENGTH:]
@@ -247,18 +252,27 @@ def project_text(module: Any, embeds: torch.Tensor, *, keys_values: bool) -> Tex
             image = image.unflatten(1, (2, -1)).flatten(0, 1)  # as diffusers takes two images
         projected = torch.cat([embedder.image_embedder(image), projected], dim=1)
     blocks = [*module.blocks, *vace.control_blocks(module)] if keys_values else None
-    return TextState(projected, lambda block, text: keys_and_values(block.attn2, text), blocks)
+    return TextState(projected, lambda block, text: keys_and_values(block.attn2, text), blocks, face)
 
 
-def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, wide: bool = False) -> None:
+def install(
+    module: Any,
+    speed: Speed = EAGER,
+    step: BlockStep = block_step,
+    *,
+    face_step: BlockStep = animate.face_step,
+    wide: bool = False,
+) -> None:
     """Replace `forward` of a loaded transformer and its blocks; later calls change the options.
 
     Hooks that diffusers adds later wrap the new `forward` as they would wrap the original.
 
     Args:
-        module: a `diffusers.WanTransformer3DModel` or `WanVACETransformer3DModel`, without hooks at the first call.
+        module: a `diffusers.WanTransformer3DModel`, `WanVACETransformer3DModel` or `WanAnimateTransformer3DModel`,
+            without hooks at the first call.
         speed: has the kernels of self-attention; cross-attention to the text is always "native".
         step: `block_step`, a compiled version of it, or an `EngineStep`.
+        face_step: `animate.face_step` or a compiled version of it.
         wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
     """
     attend_text = attention("native")
@@ -270,6 +284,10 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, 
             if not hasattr(block, "step"):
                 block.forward = MethodType(forward, block)
             block.attend_text, block.compute_dtype = attend_text, dtype
+    for block in animate.face_blocks(module):
+        if not hasattr(block, "step"):
+            block.forward = MethodType(animate.face_forward, block)
+        block.attend_text, block.step = attend_text, face_step
     module.kernels = BlockKernels(speed)
     module.kernels.choose(vace.in_order(module))
     _use_step(module, step, wide=wide)
@@ -292,7 +310,7 @@ def _block_forward(
     temb: torch.Tensor,
     rotary_emb: Rotation,
     first_count: int = 0,
-    hint: vace.Hint | None = None,
+    hint: vace.Hint | animate.FaceHint | None = None,
 ) -> torch.Tensor:
     """Run one block. The signature begins as that of diffusers' block, but the text may be keys and values.
 
@@ -313,7 +331,7 @@ def _forward(
     """Return the prediction, (batch, output channels, frames, height, width), in a tuple.
 
     Args:
-        hidden_states: (batch, channels, frames, height, width); those of a control branch follow those of the latents.
+        hidden_states: (batch, channels, frames, height, width); those of what steers follow those of the latents.
         timestep: (1,): of all tokens, or (2,): of the first latent frame's and of the others'.
         encoder_hidden_states: text embeddings, or their state from `project_text`. A function that returns the state
             is called here, because offloaded weights are on the device by now.
@@ -323,7 +341,10 @@ def _forward(
     pt, ph, pw = self.config.patch_size
     grid = (frames // pt, height // ph, width // pw)
     rotation = _rotation(self, hidden_states)
-    x = self.patch_embedding(vace.latent_channels(self, hidden_states)).flatten(2).transpose(1, 2).contiguous()
+    x = self.patch_embedding(vace.latent_channels(self, hidden_states))
+    if animate.face_blocks(self):
+        x = animate.add_poses(self, x, hidden_states)
+    x = x.flatten(2).transpose(1, 2).contiguous()
     dtype = x.dtype
     time, modulation = _modulate(self.condition_embedder, timestep, dtype)
     if self.is_wide:
@@ -335,7 +356,9 @@ def _forward(
         text = text()
     first_count = self.own_first(grid[1] * grid[2]) if len(timestep) > 1 else 0
     self.kernels.choose(vace.in_order(self))
-    branch = None
+    branch: vace.ControlBranch | animate.FaceBranch | None = None
+    if text.face is not None:
+        branch = animate.FaceBranch(self, text.face)
     if vace.control_blocks(self):
         branch = vace.ControlBranch(self, x, hidden_states, text, modulation, rotation)
     for index, block in enumerate(self.blocks):
@@ -380,8 +403,8 @@ def _projections(attn: Any) -> tuple[Any, str, tuple[Any, Any, Any]]:
 def share_tokens(module: Any, tokens: Tokens) -> None:
     """Divide a transformer's tokens among several processes.
 
-    Each process takes its part of the tokens and rotations before the first block. The parts are gathered after the
-    last projection.
+    Each process takes its part of the tokens and rotations before the first block, and before the first control block.
+    The parts are gathered after the last projection.
     """
 
     def count_tokens(transformer: Any, args: tuple[Any, ...]) -> None:
@@ -390,6 +413,10 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
 
     def divide_input(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (tokens.own(args[0]), *args[1:])
+
+    def divide_control(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        before, text, state, *others = args
+        return (tokens.own(before), text, tokens.own(state), *others)
 
     def divide_rotations(_: Any, __: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(tokens.own(part) for part in out)
@@ -400,6 +427,8 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     parts.register_forward_pre_hook(count_tokens)
     parts.rope.register_forward_hook(divide_rotations)
     blocks[0].register_forward_pre_hook(divide_input)
+    for block in vace.control_blocks(module)[:1]:
+        block.register_forward_pre_hook(divide_control)
     parts.proj_out.register_forward_hook(lambda _, __, out: tokens.all(out))
     parts.kernels = parts.kernels.shared(tokens.around)
 
@@ -424,6 +453,7 @@ class PyTorchDenoiser(StepCaching):
         self.dtype: torch.dtype = module.patch_embedding.weight.dtype
         self._texts = TextStates()
         self._graphed: CudaGraphRunner | None = None
+        self._face: torch.Tensor | None = None
         self._engines: BlockEngines | None = None
         self.compute(speed)
 
@@ -443,13 +473,18 @@ class PyTorchDenoiser(StepCaching):
         def report(field: str) -> OnDegraded:
             return lambda reason: None if on_degraded is None else on_degraded(field, reason)
 
+        face = self._face
         self.forget()
-        self._engines = engines
+        self._face, self._engines = face, engines
         if engines is not None:
             speed = speed.replace(compiled=False, paired=False, fused=False)
         self._step = CompiledStep(block_step, report("compiled")) if speed.compiled else None
+        self._face_step = None
+        if speed.compiled and animate.face_blocks(self._module):
+            self._face_step = CompiledStep(animate.face_step, report("compiled"))
         if engines is None:
-            install(self._module, speed, self._step or block_step)
+            face_step = self._face_step or animate.face_step
+            install(self._module, speed, self._step or block_step, face_step=face_step)
         else:
             install(self._module, speed, EngineStep(engines), wide=True)
         if speed.fused and fuse(self._module):
@@ -458,11 +493,20 @@ class PyTorchDenoiser(StepCaching):
         self.pairs = speed.paired
         self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None
 
-    def steer(self, scales: tuple[float, ...]) -> None:
+    def steer(self, scales: tuple[float, ...], face: torch.Tensor | None = None) -> None:
         """See `execution.components.ControlDenoiser`."""
-        self._module.control_scales = scales
+        self._module.control_scales, self._face = scales, face
+        self._texts.clear()
         if self._graphed is not None:
             self._graphed.forget()  # a graph contains them
+
+    @contextmanager
+    def caching(self, step_cache: str, sharing: Sharing | None = None) -> Iterator[None]:
+        """See `execution.components.PyTorchDenoiser`."""
+        if step_cache != NONE and animate.face_blocks(self._module):
+            cache_single_stream(type(self._module.blocks[0]))
+        with super().caching(step_cache, sharing):
+            yield
 
     def __call__(
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str = PROMPTED
@@ -475,9 +519,9 @@ class PyTorchDenoiser(StepCaching):
         self, latents: torch.Tensor, timestep: torch.Tensor, text_embeds: torch.Tensor, which: str
     ) -> torch.Tensor:
         if not self._caches:
-            return self._run(latents, timestep, text_embeds)
+            return self._run(latents, timestep, {which: text_embeds})
         with self._module.cache_context(which):
-            return self._run(latents, timestep, text_embeds)
+            return self._run(latents, timestep, {which: text_embeds})
 
     def together(
         self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]
@@ -485,12 +529,12 @@ class PyTorchDenoiser(StepCaching):
         """See `Denoiser`."""
         if not self.pairs:
             return super().together(latents, timestep, texts)
-        return self._run(torch.cat([latents] * len(texts)), timestep, *texts.values()).split(1)
+        return self._run(torch.cat([latents] * len(texts)), timestep, texts).split(1)
 
     @property
     def compile_seconds(self) -> float:
         """Seconds spent on compiling so far."""
-        return 0.0 if self._step is None else self._step.seconds
+        return sum(step.seconds for step in (self._step, self._face_step) if step is not None)
 
     def forget(self) -> None:
         """Free everything cached for a text or a size; block engines are not used from then on."""
@@ -498,20 +542,23 @@ class PyTorchDenoiser(StepCaching):
             self._engines = None
             _use_step(self._module, block_step)
         self._texts.clear()
+        self._face = None
         self._module.__dict__.pop("_tables", None)  # see `_rotation`
         if self._graphed is not None:
             self._graphed.forget()
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
-    def _run(self, latents: torch.Tensor, timestep: torch.Tensor, *texts: torch.Tensor) -> torch.Tensor:
-        text = self._texts.later(texts, self._project)
+    def _run(self, latents: torch.Tensor, timestep: torch.Tensor, texts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        text = self._texts.later(tuple(texts.values()), partial(self._project, tuple(texts)))
         if self._graphed is None:
             return self._predict(latents, timestep, text)
         return self._graphed(latents, timestep, text)
 
-    def _project(self, embeds: torch.Tensor) -> TextState:
-        return project_text(self._module, embeds.to(self.dtype), keys_values=self._cache_keys_values)
+    def _project(self, passes: tuple[str, ...], embeds: torch.Tensor) -> TextState:
+        embeds = embeds.to(self.dtype)
+        face = None if self._face is None else animate.face_tokens(self._module, self._face, passes, embeds)
+        return project_text(self._module, embeds, keys_values=self._cache_keys_values, face=face)
 
     def _predict(self, latents: torch.Tensor, timestep: torch.Tensor, text: Callable[[], TextState]) -> torch.Tensor:
         output: torch.Tensor = self._module(latents.to(self.dtype), timestep.reshape(-1), text)[0]

@@ -1,7 +1,7 @@
 """Architecture of Wan's transformers, with operations and memory of a forward pass. Imports no torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any
 
@@ -11,7 +11,11 @@ from runtime.models.folder import up_to
 
 _FLOAT32 = 4
 _MAX_LAYERS = 512
-_VACE_CLASS = "WanVACETransformer3DModel"
+VACE_CLASS, _ANIMATE_CLASS = "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"
+# Tensors of the motion encoder's first level that are in memory at once.
+_MOTION_TENSORS = 5
+# diffusers' channels of the motion encoder's levels, by the side of the frames.
+_MOTION_CHANNELS = {4: 512, 8: 512, 16: 512, 32: 512, 64: 256, 128: 128, 256: 64, 512: 32, 1024: 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +107,13 @@ class VaceTransformerSpec(TransformerSpec):
         return main * (1 + count / self.num_layers) + 2.0 * tokens * self.width**2 * (count + 1)
 
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
-        """See `TransformerSpec`; while a block runs, there are the control branch's tokens and the other branch's."""
+        """See `TransformerSpec`.
+
+        While the first control block runs, there are also its tokens, and those of the other branch before and after
+        the first block.
+        """
         main = super().forward_bytes(tokens, element_bytes, time_per_token=time_per_token)
-        return main + 2 * tokens * element_bytes * self.width
+        return main + 3 * tokens * element_bytes * self.width
 
     @property
     def block_parameters(self) -> int:
@@ -118,7 +126,58 @@ class VaceTransformerSpec(TransformerSpec):
         return super().largest_block_parameters + 2 * self.width**2
 
 
+@dataclass(frozen=True, kw_only=True)
+class AnimateTransformerSpec(TransformerSpec):
+    """Architecture of a `diffusers.WanAnimateTransformer3DModel`: its blocks attend to a face video, and read poses.
+
+    Attributes:
+        latent_channels: of the poses.
+        inject_face_latents_blocks: the first block and each so many blocks after it attend to the face.
+        motion_encoder_size: width and height of the face's frames.
+        motion_encoder_batch_size: frames that the motion encoder takes in one call.
+        face_encoder_num_heads: tokens of the face for each latent frame, with one more.
+    """
+
+    # diffusers' defaults, if the configuration has none.
+    latent_channels: Annotated[int, up_to(4_096)] = 16
+    inject_face_latents_blocks: Annotated[int, up_to(_MAX_LAYERS)] = 5
+    motion_encoder_size: Annotated[int, up_to(1_024)] = 512
+    motion_encoder_batch_size: Annotated[int, up_to(1_024)] = 8
+    motion_style_dim: Annotated[int, up_to(65_536)] = 512
+    motion_dim: Annotated[int, up_to(65_536)] = 20
+    motion_encoder_dim: Annotated[int, up_to(65_536)] = 512
+    face_encoder_hidden_dim: Annotated[int, up_to(65_536)] = 1024
+    face_encoder_num_heads: Annotated[int, up_to(1_024)] = 4
+    motion_encoder_channel_sizes: Annotated[dict[str, Annotated[int, up_to(65_536)]], Field(max_length=16)] | None = (
+        field(default=None, hash=False)
+    )
+
+    @property
+    def face_blocks(self) -> int:
+        """How many blocks attend to the face."""
+        return self.num_layers // self.inject_face_latents_blocks
+
+    def forward_flops(self, tokens: int, text_tokens: int) -> float:
+        """See `TransformerSpec`; without the face's own tokens, which are few, and the encoders, which run once."""
+        attention = 4 * tokens * self.width**2 + 4 * tokens * (self.face_encoder_num_heads + 1) * self.width
+        return super().forward_flops(tokens, text_tokens) + float(self.face_blocks * attention)
+
+    def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
+        """See `TransformerSpec`; before the first block, the motion encoder runs."""
+        side = self.motion_encoder_size
+        channels = (self.motion_encoder_channel_sizes or {}).get(str(side), _MOTION_CHANNELS[side])
+        motion = _MOTION_TENSORS * self.motion_encoder_batch_size * channels * side**2 * element_bytes
+        stream = tokens * element_bytes * self.width
+        return max(super().forward_bytes(tokens, element_bytes, time_per_token=time_per_token), motion + stream)
+
+    @property
+    def block_parameters(self) -> int:
+        """See `TransformerSpec`; with the attention to the face."""
+        return super().block_parameters + self.face_blocks * 4 * self.width**2
+
+
 _TRANSFORMER = TypeAdapter(TransformerSpec)
+_ANIMATE_TRANSFORMER = TypeAdapter(AnimateTransformerSpec)
 _VACE_TRANSFORMER = TypeAdapter(VaceTransformerSpec)
 
 
@@ -128,7 +187,9 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
     Raises:
         ValueError: if it is incomplete or wrong.
     """
-    if config.get("_class_name") != _VACE_CLASS:
+    if config.get("_class_name") == _ANIMATE_CLASS:
+        return _animate_spec(config)
+    if config.get("_class_name") != VACE_CLASS:
         return _TRANSFORMER.validate_python(config)
     spec = _VACE_TRANSFORMER.validate_python(config)
     layers = spec.vace_layers
@@ -136,5 +197,19 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
     if not layers or layers[0] != 0 or layers[-1] >= spec.num_layers or not ordered:
         raise ValueError("vace_layers")
     if spec.image_dim is not None:
+        raise ValueError("image_dim")
+    return spec
+
+
+def _animate_spec(config: Mapping[str, Any]) -> AnimateTransformerSpec:
+    spec = _ANIMATE_TRANSFORMER.validate_python({name: value for name, value in config.items() if value is not None})
+    channels = spec.motion_encoder_channel_sizes or {str(side): count for side, count in _MOTION_CHANNELS.items()}
+    needed = {str(side) for side in _MOTION_CHANNELS if side <= spec.motion_encoder_size}
+    if spec.motion_encoder_size not in _MOTION_CHANNELS or not needed <= channels.keys():
+        raise ValueError("motion_encoder_size")
+    # diffusers has no face block for the last blocks otherwise, and fails.
+    if spec.num_layers % spec.inject_face_latents_blocks:
+        raise ValueError("inject_face_latents_blocks")
+    if spec.image_dim is None or spec.pos_embed_seq_len is not None or spec.patch_size[0] != 1:
         raise ValueError("image_dim")
     return spec

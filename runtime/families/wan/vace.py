@@ -36,8 +36,8 @@ class Hint:
     scale: float
 
     def added_to(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum with a block's output, which is written over."""
-        return x.add_(self.compute().to(x.dtype), alpha=self.scale)
+        """Return the sum with a block's output, which is written over; it is float32 between block engines."""
+        return x.add_(self.compute(), alpha=self.scale)
 
 
 def control_blocks(module: Any) -> Sequence[Any]:
@@ -47,8 +47,11 @@ def control_blocks(module: Any) -> Sequence[Any]:
 
 
 def in_order(module: Any) -> list[Any]:
-    """Return all blocks of a transformer; each control block follows the block that its result is added to."""
-    controls = dict(zip(getattr(module.config, "vace_layers", ()), control_blocks(module), strict=True))
+    """Return all blocks of a transformer; each control block follows the block that its result is added to.
+
+    There may be the first ones of both kinds only, as when engines are verified.
+    """
+    controls = dict(zip(getattr(module.config, "vace_layers", ()), control_blocks(module), strict=False))
     ordered = []
     for index, block in enumerate(module.blocks):
         ordered += [block, controls[index]] if index in controls else [block]
@@ -56,13 +59,13 @@ def in_order(module: Any) -> list[Any]:
 
 
 def latent_channels(module: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the latents among what a `Denoiser` takes, without the channels of the control branch."""
-    return inputs[:, : module.config.in_channels] if control_blocks(module) else inputs
+    """Return the latents among what a `Denoiser` takes, without the channels of what steers it."""
+    return inputs[:, : module.config.in_channels]
 
 
 def control_block_forward(
     self: Any,
-    hidden_states: torch.Tensor,
+    hidden_states: torch.Tensor | None,
     encoder_hidden_states: Any,
     control_hidden_states: torch.Tensor,
     temb: torch.Tensor,
@@ -70,16 +73,18 @@ def control_block_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run one control block; the signature is that of diffusers' `WanVACETransformerBlock`.
 
+    Its step is that of the other blocks, so block engines serve both kinds. The projections are computed in PyTorch.
+
     Args:
-        hidden_states: before the first block of the other branch; only the first control block reads them.
+        hidden_states: before the first block of the other branch; `None` after the first control block.
 
     Returns:
         The result that is added to the other branch, and the control branch's hidden states.
     """
     if self.proj_in is not None:
-        control_hidden_states = self.proj_in(control_hidden_states).add_(hidden_states)
+        control_hidden_states = self.proj_in(control_hidden_states) + hidden_states
     out = self.step(self, control_hidden_states, encoder_hidden_states, temb, rotary_emb)
-    return self.proj_out(out), out
+    return self.proj_out(out.to(self.compute_dtype)), out
 
 
 class ControlBranch:
@@ -104,9 +109,9 @@ class ControlBranch:
         self._module = module
         self._text = text
         self._others = (modulation, rotation)
-        self._before = x
+        self._before: torch.Tensor | None = x
         control = inputs[:, module.config.in_channels :]
-        self._state = module.vace_patch_embedding(control).flatten(2).transpose(1, 2).to(x.dtype)
+        self._state = module.vace_patch_embedding(control).flatten(2).transpose(1, 2).contiguous()
         self._numbers = {layer: number for number, layer in enumerate(module.config.vace_layers)}
 
     def hint(self, index: int) -> Hint | None:
@@ -121,11 +126,17 @@ class ControlBranch:
         block = self._module.vace_blocks[number]
         result: torch.Tensor
         result, self._state = block(self._before, text, self._state, *self._others)
+        self._before = None
         return result
 
 
 def control_latents(
-    encoder: VideoEncoder, spec: ModelSpec, clip: ControlClip, tile: int | None, check: Callable[[], None]
+    encoder: VideoEncoder,
+    spec: ModelSpec,
+    clip: ControlClip,
+    tile: int | None,
+    check: Callable[[], None],
+    chunk: int = 1,
 ) -> torch.Tensor:
     """Return what the control branch reads, as `WanVACEPipeline` prepares it.
 
@@ -134,7 +145,7 @@ def control_latents(
     the start, with zeros for the latter two. Without a control video it is gray, and without a mask all of it changes.
 
     Args:
-        tile, check: see `VideoEncoder`.
+        tile, check, chunk: see `VideoEncoder`.
 
     Returns:
         (1, 2 × latent channels + pixels of a latent, latent frames, height, width), float32.
@@ -144,8 +155,8 @@ def control_latents(
     if clip.video is None or mask is None:
         inactive = encoder.latents([gray], clip.frames, tile)
     else:
-        inactive = encoder.video_latents(clip.video, tile, check, ~mask)
-    reactive = inactive if clip.video is None else encoder.video_latents(clip.video, tile, check, mask)
+        inactive = encoder.video_latents(clip.video, tile, check, ~mask, chunk)
+    reactive = inactive if clip.video is None else encoder.video_latents(clip.video, tile, check, mask, chunk)
     parts = [torch.cat([inactive, reactive, _packed_mask(spec, clip).to(inactive.device)], dim=1)]
     for image in clip.references:
         check()

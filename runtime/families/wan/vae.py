@@ -93,12 +93,13 @@ def upsampler_of(block: Any) -> Any:
     return several[0] if several is not None else getattr(block, "upsampler", None)
 
 
-def _gamma(norm: Any) -> torch.Tensor:
+def gamma_of(norm: Any) -> torch.Tensor:
+    """Return a norm's scale of each channel, (channels, 1, 1, 1)."""
     gamma: torch.Tensor = norm.gamma * norm.scale
     return gamma
 
 
-class DecoderOps:
+class VaeOps:
     """The operations between convolutions, and convolutions without a bias, in PyTorch.
 
     Attributes:
@@ -132,10 +133,10 @@ class DecoderSteps:
         ops: the operations between convolutions.
     """
 
-    def __init__(self, decoder: Any, *, channels_last: bool = False, ops: DecoderOps | None = None) -> None:
+    def __init__(self, decoder: Any, *, channels_last: bool = False, ops: VaeOps | None = None) -> None:
         self._decoder = decoder
         self.layout = torch.channels_last_3d if channels_last else torch.contiguous_format
-        self.ops = ops or DecoderOps()
+        self.ops = ops or VaeOps()
         lay_out(decoder, self.ops, channels_last=channels_last)
 
     def __call__(
@@ -152,17 +153,23 @@ class DecoderSteps:
         return _Call(self, caches, trim, first=first).run(self._decoder, z)
 
 
-def lay_out(module: nn.Module, ops: DecoderOps, *, channels_last: bool) -> None:
+def lay_out(module: nn.Module, ops: VaeOps, *, channels_last: bool) -> None:
     """Change the memory layout of the convolutions' weights to the one that their kernels read."""
     for conv in module.modules():
-        if isinstance(conv, nn.Conv3d) and ops.supports(conv):
-            # The kernel reads weights with contiguous output channels.
-            weight = conv.weight.data.permute(2, 3, 4, 1, 0).contiguous()
-            conv.weight.data = weight.permute(4, 3, 0, 1, 2)
-        elif channels_last and isinstance(conv, nn.Conv3d | nn.Conv2d):
-            flat = isinstance(conv, nn.Conv2d)
-            layout = torch.channels_last if flat else torch.channels_last_3d
-            conv.weight.data = conv.weight.data.contiguous(memory_format=layout)
+        if isinstance(conv, nn.Conv3d | nn.Conv2d):
+            conv.weight.data = laid_out(conv, ops, channels_last=channels_last)
+
+
+def laid_out(conv: nn.Conv3d | nn.Conv2d, ops: VaeOps, *, channels_last: bool) -> torch.Tensor:
+    """Return a convolution's weight in the memory layout that its kernel reads."""
+    weight = conv.weight.data
+    if isinstance(conv, nn.Conv3d) and ops.supports(conv):
+        # The kernel reads weights with contiguous output channels.
+        return weight.permute(2, 3, 4, 1, 0).contiguous().permute(4, 3, 0, 1, 2)
+    if not channels_last:
+        return weight
+    flat = isinstance(conv, nn.Conv2d)
+    return weight.contiguous(memory_format=torch.channels_last if flat else torch.channels_last_3d)
 
 
 class _Call:
@@ -186,7 +193,7 @@ class _Call:
             x = self._up(block, self._crop(x, number))
         blocks, norm = len(decoder.up_blocks), decoder.norm_out
         x = self._crop(x, blocks)
-        padded = self._ops.norm_activate(x, None, _gamma(norm), self._next_cache(x))
+        padded = self._ops.norm_activate(x, None, gamma_of(norm), self._next_cache(x))
         return self._crop(self._convolve(decoder.conv_out, padded, with_bias=True), blocks + 1), self._caches_out
 
     def _crop(self, x: torch.Tensor, number: int) -> torch.Tensor:
@@ -218,7 +225,7 @@ class _Call:
 
     def _norm_convolve(self, norm: Any, x: torch.Tensor, bias: torch.Tensor | None, conv: Any) -> torch.Tensor:
         """Add `bias` to `x`, normalize, activate and convolve."""
-        arguments = (x, bias, _gamma(norm), self._next_cache(x))
+        arguments = (x, bias, gamma_of(norm), self._next_cache(x))
         if not self._ops.supports(conv):
             return self._convolve(conv, self._ops.norm_activate(*arguments))
         padded = self._ops.norm_activate(*arguments, 1)
@@ -258,7 +265,7 @@ class _Call:
 
 def triton_ops(
     device: torch.device, dtype: torch.dtype, speed: Speed, on_degraded: Callable[[str, Fact], None] | None
-) -> "TritonDecoderOps | None":
+) -> "TritonVaeOps | None":
     """Return the operations as Triton kernels, if a plan's `Speed` has them and they run on the device."""
 
     def report(reason: Fact) -> None:
@@ -266,11 +273,11 @@ def triton_ops(
             on_degraded("compiled", reason)
 
     fast = speed.compiled and speed.channels_last and triton_runs_on(device)
-    return TritonDecoderOps(device, dtype, report) if fast else None
+    return TritonVaeOps(device, dtype, report) if fast else None
 
 
-class TritonDecoderOps(DecoderOps):
-    """`DecoderOps` computed by Triton kernels.
+class TritonVaeOps(VaeOps):
+    """`VaeOps` computed by Triton kernels.
 
     Args:
         device, dtype: of the decoder.
@@ -290,11 +297,11 @@ class TritonDecoderOps(DecoderOps):
 
     @property
     def compile_seconds(self) -> float:
-        """See `DecoderOps`."""
+        """See `VaeOps`."""
         return self._fallback.seconds
 
     def supports(self, conv: nn.Conv3d) -> bool:
-        """See `DecoderOps`."""
+        """See `VaeOps`."""
         return (
             self._has_convolution
             and conv.out_channels == constraints.OUTPUTS_BY_KERNEL

@@ -1,6 +1,6 @@
 """Wan's VAE encoder on diffusers' modules, for videos and for clips whose frames are mostly equal.
 
-A video is encoded as by `AutoencoderKLWan._encode`. Of an image and gray frames, only frames that differ are computed,
+`vae_video_encoder` computes videos. Of an image and gray frames, only frames that differ are computed,
 with an equal result up to rounding: a convolution in time sees the two frames before each frame, so after a few equal
 frames its output is constant too. Of an image and 80 gray frames, those are 12 in the first and largest level, 20 in
 the second. So few frames are fastest in PyTorch's own layout: with the decoder's kernels, an H200 takes a fifth longer.
@@ -19,9 +19,13 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     patchify,
 )
 
+from runtime.core.facts import Fact
+from runtime.core.plan import Speed
 from runtime.core.tiles import spans
 from runtime.execution.decoded_frames import blend_weights
-from runtime.families.wan.vae import CACHED_FRAMES, PyTorchVaePart, norm_activate
+from runtime.families.wan.spec import MOST_ENCODED_FRAMES
+from runtime.families.wan.vae import CACHED_FRAMES, PyTorchVaePart, VaeOps, norm_activate, triton_ops
+from runtime.families.wan.vae_video_encoder import VideoEncoderSteps, calls_of, repeats_of
 from runtime.upstream.diffusers import causal_padding
 
 _Frames = Callable[[torch.Tensor], torch.Tensor]
@@ -78,6 +82,18 @@ class PyTorchVideoEncoder(PyTorchVaePart):
     def __init__(self, module: AutoencoderKLWan, device: str | torch.device | None = None) -> None:
         super().__init__(module, module.encoder, device)
         self._steps = EncoderSteps(module.encoder)
+        self._ops: VaeOps = VaeOps()
+        self._channels_last = False
+
+    def compute(self, speed: Speed, on_degraded: Callable[[str, Fact], None] | None = None) -> None:
+        """Apply a plan's `Speed` to videos from the next call on; see `PyTorchDenoiser.compute`."""
+        ops = triton_ops(self._mean.device, self._dtype, speed, on_degraded)
+        self._ops, self._channels_last = ops or VaeOps(), ops is not None
+
+    @property
+    def compile_seconds(self) -> float:
+        """Seconds spent on compiling so far."""
+        return self._ops.compile_seconds
 
     # Not in inference mode: offloading hooks change weights while the module runs.
     @torch.no_grad()
@@ -89,13 +105,19 @@ class PyTorchVideoEncoder(PyTorchVaePart):
 
     @torch.no_grad()
     def video_latents(
-        self, video: torch.Tensor, tile: int | None, check: Callable[[], None], shown: torch.Tensor | None = None
+        self,
+        video: torch.Tensor,
+        tile: int | None,
+        check: Callable[[], None],
+        shown: torch.Tensor | None = None,
+        chunk: int = 1,
+        before: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `VideoEncoder`; a tile is encoded for the whole video before the next one starts."""
         return self._in_tiles(
             video.shape[1:3],
             tile,
-            lambda y, x: self._video(video[:, y, x], None if shown is None else shown[:, y, x], check),
+            lambda y, x: self._video(video[:, y, x], _part(shown, y, x), _part(before, y, x), check, chunk),
         )
 
     def _in_tiles(
@@ -127,19 +149,28 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         moments = self._vae.quant_conv(self._steps(clip))
         return self._normalized(moments)
 
-    def _video(self, video: torch.Tensor, shown: torch.Tensor | None, check: Callable[[], None]) -> torch.Tensor:
-        """Return the latents of a video, encoded one latent frame at a time, as `AutoencoderKLWan._encode` does."""
-        encoder, group = self._vae.encoder, self._vae.config.scale_factor_temporal
-        # The last frames of each convolution's input, which the encoder replaces.
-        caches: list[Any] = [None] * sum(type(module) is type(encoder.conv_in) for module in encoder.modules())
+    def _video(
+        self,
+        video: torch.Tensor,
+        shown: torch.Tensor | None,
+        before: torch.Tensor | None,
+        check: Callable[[], None],
+        chunk: int,
+    ) -> torch.Tensor:
+        """Return the latents of a video."""
+        stride = self._vae.config.scale_factor_temporal
+        steps = VideoEncoderSteps(self._vae.encoder, stride, self._ops, channels_last=self._channels_last)
+        repeated = repeats_of(video, shown, stride, 0 if before is None else len(before))
         latents = []
-        for start in (0, *range(1, len(video), group)):
+        for call in calls_of(repeated, min(chunk, max(MOST_ENCODED_FRAMES // stride, 1))):
             check()
-            part = slice(start, start + group if start else 1)
+            part = slice(max(1 + stride * (call.start - 1), 0), 1 + stride * (call.stop - 1))
             pixels = video[part].to(self._mean.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
             if shown is not None:
                 pixels *= shown[part].to(pixels.device)
-            encoded = encoder(self._patched(pixels.to(self._dtype)), feat_cache=caches, feat_idx=[0])
+            if before is not None and len(before[part]):
+                pixels[:, :, : len(before[part])] = before[part].to(pixels.device).permute(3, 0, 1, 2)
+            encoded = steps(self._patched(pixels.to(self._dtype)), repeats=repeated[call.start])
             latents.append(self._normalized(self._vae.quant_conv(encoded)))
         return torch.cat(latents, dim=2)
 
@@ -155,6 +186,10 @@ class PyTorchVideoEncoder(PyTorchVaePart):
         size = self._vae.config.patch_size
         patched: torch.Tensor = frames if size is None else patchify(frames, size)
         return patched
+
+
+def _part(frames: torch.Tensor | None, y: slice, x: slice) -> torch.Tensor | None:
+    return None if frames is None else frames[:, y, x]
 
 
 class EncoderSteps:

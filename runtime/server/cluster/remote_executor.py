@@ -16,6 +16,7 @@ from runtime.core.errors import OutputError
 from runtime.core.events import Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.plan import plain_output
+from runtime.core.request import CONTROL_VIDEOS
 from runtime.queue.executors import after_full_disk, await_disk
 from runtime.queue.records import JobRecord
 from runtime.queue.recovery import MemoryKills
@@ -348,11 +349,11 @@ def _on_head(event: Event, record: JobRecord) -> Event:
         model_directory=planned.model_directory,
         image=planned.image,
         last_image=planned.last_image,
+        keyframes=planned.keyframes,
         extend=planned.extend,
         join=planned.join,
         video=planned.video,
-        control=planned.control,
-        mask=planned.mask,
+        **{field: getattr(planned, field) for field in CONTROL_VIDEOS},
         references=planned.references,
         loras=planned.loras,
     )

@@ -10,12 +10,13 @@ from torch import nn
 from transformers import T5EncoderModel
 
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, Speed
+from runtime.core.plan import EAGER, ComponentPlan, Speed
 from runtime.core.step_cache import NONE
 from runtime.execution.block_engines import BlockEngines
 from runtime.execution.components import PROMPTED, OnDegraded, StripDecoder
 from runtime.execution.step_caches import Sharing
 from runtime.execution.text_encoder import TextEncoder, TextModel
+from runtime.models.row_operations import RowCall
 from runtime.models.spec import ModelSpec
 
 MODULES: Mapping[str, Any] = {
@@ -128,6 +129,12 @@ def text_encoder(spec: ModelSpec, name: str, tokenizer: Any, model: TextModel) -
     """See `Components`."""
     del name
     return TextEncoder(tokenizer, model, spec.max_sequence_length)
+
+
+def row_calls(spec: ModelSpec, part: ComponentPlan, speed: Speed) -> Iterator[RowCall]:
+    """diffusers' modules call no operations of Tandem."""
+    del spec, part, speed
+    yield from ()
 
 
 def denoiser(module: torch.nn.Module, speed: Speed = EAGER) -> LtxDenoiser:

@@ -36,6 +36,7 @@ from runtime.families.ltx2.vae import (
 from runtime.models.spec import ModelSpec
 from runtime.pipeline import checkpoint
 from runtime.pipeline.checkpoint import CheckpointFolder
+from tests.families.ltx2.test_parity import timed
 from tests.families.test_second_family import frames
 from tests.image_files import with_saved
 from tests.pipeline.failing import Failing, full
@@ -82,7 +83,7 @@ def make(tiny: Tiny, tmp_path: Path) -> Callable[..., Clip]:
         spec, out = tiny("ltx-2.3"), tmp_path / name / "out" / "x.mp4"
         out.parent.mkdir(parents=True)
         spec, files = with_saved(spec, images, tmp_path)
-        values = files | {"steps": STEPS, "sound": "lossless", "guidance_scale": 1.0} | values
+        values = {**files, **timed(images), "steps": STEPS, "sound": "lossless", "guidance_scale": 1.0, **values}
         return Clip(spec, tiny_plan(spec, out, **values), tmp_path / name / "job")
 
     return made
@@ -138,8 +139,8 @@ def test_a_job_killed_in_any_stage_resumes_to_the_same_frames_and_sound(make: Ma
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
-@pytest.mark.parametrize("images", [("last_image",), ("image", "last_image")])
-def test_a_job_with_a_last_image_resumes_after_kills_and_lack_of_memory(
+@pytest.mark.parametrize("images", [("last_image",), ("image", "keyframes[0]")])
+def test_a_job_with_a_keyframe_resumes_after_kills_and_lack_of_memory(
     images: Sequence[str], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guided = {"images": images, "guidance_scale": 3.0, "negative_prompt": "blue ball"}

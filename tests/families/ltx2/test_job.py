@@ -17,6 +17,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline import stages
 from runtime.pipeline.checkpoint import CheckpointFolder
+from runtime.video.mp4 import read_metadata
 from tests.families.conftest import Command
 from tests.families.test_second_family import frames
 from tests.image_files import saved, with_saved
@@ -100,6 +101,27 @@ def test_a_video_ends_with_an_image(fields: tuple[str, ...], command: Command, t
     for loop in (given, given[-2:], [*given[-2:], "--image", given[-1]]):
         code, made = command("plan", "a", "--model", model, *SIZE, *loop, "--loop", "on")
         assert (code, made["plan"]["looping"]) == (0, "backwards")
+
+
+def test_a_video_goes_through_keyframes(command: Command, tiny: Tiny, tmp_path: Path) -> None:
+    model, out = str(tiny("ltx-2").directory), str(tmp_path / "x.mp4")
+    first, second = (str(saved(tmp_path / f"{turned}@.png", 96, 64, turned=turned)) for turned in (False, True))
+    size = ("--model", model, *SIZE, "--frames", "17")
+    code, made = command(
+        "generate", "a", *size, "--keyframe", f"{first}@1.9", "--keyframe", f"{second}@0.3", "--out", out
+    )
+    assert code == 0, made
+    # The nearest first frames of the latent frames after the first one.
+    assert made["plan"]["keyframes"] == {"keyframes[0]": 9, "keyframes[1]": 1}
+    assert [*made["plan"]["images"]] == ["keyframes[0]", "keyframes[1]"]
+    # Three latent frames of the clip, and two.
+    assert (made["plan"]["latent_shape"][2], made["plan"]["tokens"]) == (3, 5 * 2 * 3)
+    request = read_metadata(Path(out))["request"]
+    assert request["keyframe_seconds"] == [1.9, 0.3]
+    assert [name.rpartition("/")[2] for name in request["keyframes"]] == ["False@.png", "True@.png"]
+    # A copy is named like a file.
+    code, again = command("plan", "a", *size, "--keyframe", f"{request['keyframes'][0]}@0.5s", "--last-image", second)
+    assert (code, again["plan"]["keyframes"]) == (0, {"keyframes[0]": 1, "last_image": 9})
 
 
 def test_a_model_is_downloaded_by_its_name(
@@ -259,6 +281,16 @@ def test_what_the_family_does_not_make_is_refused(
         ("ltx-2", ("--video", clip), "source.model_without"),
         # One latent frame is the first and the last one.
         ("ltx-2", ("--last-image", image, "--frames", "1"), "planner.too_short_for_last_image"),
+        ("ltx-2", ("--keyframe", f"{image}@0.5", "--frames", "1"), "planner.too_short_for_last_image"),
+        ("ltx-2", ("--keyframe", f"{image}@0.01"), "planner.keyframe_first"),
+        ("ltx-2", ("--keyframe", f"{image}@60"), "planner.keyframe_outside"),
+        ("ltx-2", ("--keyframe", f"{image}@0.1", "--last-image", image), "planner.keyframes_too_close"),
+        ("ltx-2", ("--keyframe", f"{image}@0.1", "--keyframe", f"{image}@0.2"), "planner.keyframes_too_close"),
+        ("ltx-2", ("--keyframe", f"{image}@-1"), "request.out_of_range"),
+        ("ltx-2", ("--keyframe", f"{image}@nan"), "request.not_numbers"),
+        ("ltx-2", ("--keyframe", image), "cli.keyframe_without_time"),
+        ("ltx-2", ("--keyframe", f"{image}@"), "cli.keyframe_without_time"),
+        ("ltx-2", ("--keyframe", "@1"), "request.image_file"),
         ("ltx-2", ("--sound", "loud"), "request.not_a_choice"),
         ("ltx-2", ("--frames", "10"), "planner.frame_count"),
         ("ltx-2", ("--width", "48"), "planner.not_a_multiple"),

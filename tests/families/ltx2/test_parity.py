@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,7 @@ def by_pipeline(spec: ModelSpec, plan: ExecutionPlan, guidance: StreamGuidance, 
     """Return what diffusers makes of a plan."""
     kind: Any = LTX2Pipeline if plan.image is None else LTX2ImageToVideoPipeline
     pipeline = kind.from_pretrained(spec.directory, dtype=torch.float32)
-    if plan.last_image is not None:
+    if guided := bool({*plan.images} - {"image"}):
         # As Gemma's tokenizer has it; this pipeline reads it before it sets it.
         pipeline.tokenizer.padding_side = "left"
         pipeline = LTX2ConditionPipeline(**pipeline.components)
@@ -130,7 +130,7 @@ def by_pipeline(spec: ModelSpec, plan: ExecutionPlan, guidance: StreamGuidance, 
     }
     for name, pair in (("stg_scale", "skipped"), ("modality_scale", "isolated"), ("guidance_rescale", "rescaled")):
         options[name], options[f"audio_{name}"] = getattr(guidance, pair)
-    if plan.last_image is not None:
+    if guided:
         options["conditions"] = conditions(plan)
     elif plan.image is not None:
         options |= {"image": images_of(plan)[0], "image_crf": 0}
@@ -149,9 +149,21 @@ def by_pipeline(spec: ModelSpec, plan: ExecutionPlan, guidance: StreamGuidance, 
     return Made(video, sound, frames[0], samples)
 
 
+# Of two keyframes in clips of 17 frames, 8 a second: nearest to frames 1 and 9, the first of the latent frames 1 and 2.
+KEYFRAME_SECONDS = (0.2, 1.0)
+
+
+def timed(images: Sequence[str]) -> dict[str, Sequence[float]]:
+    """Return the times of keyframes among these images."""
+    count = sum(key.startswith("keyframes") for key in images)
+    return {"keyframe_seconds": KEYFRAME_SECONDS[:count]} if count else {}
+
+
 def conditions(plan: ExecutionPlan) -> list[LTX2VideoCondition]:
     """Return a plan's images as diffusers takes them."""
-    places = [0 if field == "image" else -1 for field in plan.images]
+    # Of latent frames; see `KEYFRAME_SECONDS`.
+    indices = {"image": 0, "keyframes[0]": 1, "keyframes[1]": 2, "last_image": -1}
+    places = [indices[key] for key in plan.images]
     return [LTX2VideoCondition(image, place, crf=0) for image, place in zip(images_of(plan), places, strict=True)]
 
 
@@ -205,10 +217,17 @@ def test_a_video_from_an_image_equals_the_pipelines(architecture: str, kind: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [("image", "last_image"), ("last_image",)])
-@pytest.mark.parametrize("kind", ["none", "all"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("none", ("image", "last_image")),
+        ("none", ("keyframes[0]", "keyframes[1]")),
+        ("all", ("last_image",)),
+        ("all", ("image", "keyframes[0]", "last_image")),
+    ],
+)
 @pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
-def test_a_video_to_a_last_image_equals_the_pipelines(
+def test_a_video_through_keyframes_equals_the_pipelines(
     architecture: str, kind: str, fields: tuple[str, ...], tiny: Tiny, tmp_path: Path
 ) -> None:
     scale, guidance = KINDS[kind]
@@ -216,13 +235,14 @@ def test_a_video_to_a_last_image_equals_the_pipelines(
     assert spec.image_input is not None
     # diffusers compresses with a package that is not installed.
     spec = replace(spec, image_input=replace(spec.image_input, crf=None))
-    plan = planned(spec, scale, tmp_path, **files)
+    plan = planned(spec, scale, tmp_path, **files, **timed(fields))
     made = make(spec, plan)
     assert_equal(made, by_pipeline(spec, plan, guidance))
-    # So that it would be noticed if neither used the last image.
+    # So that it would be noticed if neither used a keyframe.
     file = saved(tmp_path / "other.png", 96, 64, turned=True)
-    use = find_image(str(file), "last_image", None, keep=False)
-    other = make(replace(spec, last_image=use), plan.replace(last_image=use))
+    use: Any = find_image(str(file), "last_image", None, keep=False)
+    changes = {"keyframes": (use, *spec.keyframes[1:])} if spec.keyframes else {"last_image": use}
+    other = make(replace(spec, **changes), plan.replace(**changes))
     assert abs(made.video - other.video).max() > 1e-3
     assert abs(made.sound - other.sound).max() > 1e-4
 

@@ -19,6 +19,7 @@ from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTED
 from runtime.execution.streams import Streams
 from runtime.families.ltx2 import transformer
+from runtime.families.ltx2.spec import TransformerSpec
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser, fuse, install
 from runtime.models.catalogue import look_up
 from runtime.models.registry import published_models
@@ -136,6 +137,45 @@ def error_of(got: torch.Tensor, wanted: torch.Tensor, streams: Streams = STREAMS
     """Return the larger of both streams' relative errors."""
     pairs = zip(streams.split(got.float()), streams.split(wanted.float()), strict=True)
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def kernel_of(plain: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Return what the kernel of an operation is compiled for."""
+    if plain is add_norms:
+        arguments = [*arguments[:4], arguments[5]]  # without the number of the first tokens
+
+    def kind(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            apart = value.stride(-2) if value.ndim > 1 and value.shape[-2] > 1 else 0
+            return value.dtype, value.shape[-1], apart
+        return tuple(map(kind, value)) if isinstance(value, tuple | list) else value
+
+    return plain.__name__, *map(kind, arguments)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("architecture", LTX2_ARCHITECTURES)
+def test_kernels_compiled_ahead_are_those_of_all_passes(
+    architecture: str, fused: bool, times: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, called = tiny(architecture), set()
+    sizes, module = spec.transformer, load(spec).to(torch.bfloat16)
+    assert isinstance(sizes, TransformerSpec)
+    denoiser, given = made(module, Speed(fused=fused)), inputs(module)
+
+    def recorded(plain: Callable[..., Any], *arguments: Any, fewest: int | None = None) -> Any:
+        # The sound's last norm has too few values for a kernel.
+        if fewest == 0 or arguments[0].shape[-1] == sizes.width:
+            called.add(kernel_of(plain, arguments))
+        return plain(*arguments)
+
+    monkeypatch.setattr(transformer, "computed", recorded)
+    for which in PASSES:
+        denoiser(given.latents, TIMES[times], given.text, which)
+    timesteps = TIMES[times].numel()
+    ahead = transformer.row_calls(sizes, torch.bfloat16, "cpu", timesteps=timesteps, fused=fused, rounded=False)
+    assert called == {kernel_of(*call) for call in ahead}
 
 
 @pytest.mark.parametrize("times", TIMES)

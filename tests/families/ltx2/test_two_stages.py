@@ -40,7 +40,7 @@ from runtime.pipeline.stages import images_of
 from tests.families.conftest import Command
 from tests.families.ltx2.test_faults import Clip, save_each_step
 from tests.families.ltx2.test_loras import factors, named
-from tests.families.ltx2.test_parity import conditions
+from tests.families.ltx2.test_parity import conditions, timed
 from tests.image_files import with_saved
 from tests.lora_files import save
 from tests.models.hub import Repository, of_folder, served
@@ -53,7 +53,13 @@ from tests.tiny_models import LTX2_DISTILLED
 Tiny = Callable[[str], ModelSpec]
 FIRST, SECOND = 3, len(REFINING_LEVELS)
 ALL = FIRST + SECOND
-IMAGES: list[tuple[str, ...]] = [(), ("image",), ("last_image",), ("image", "last_image")]
+IMAGES: list[tuple[str, ...]] = [
+    (),
+    ("image",),
+    ("last_image",),
+    ("keyframes[0]",),
+    ("image", "keyframes[0]", "last_image"),
+]
 
 
 @pytest.fixture
@@ -69,7 +75,8 @@ def make(tiny: Tiny, tmp_path: Path) -> Callable[..., Clip]:
         # diffusers compresses with a package that is not installed.
         spec = replace(spec, image_input=replace(spec.image_input, crf=None))
         spec, files = with_saved(spec, images, tmp_path, 192, 128)
-        clip = files | {"steps": FIRST, "sound": "lossless", "stages": "2", "width": 192, "height": 128, "frames": 17}
+        clip: dict[str, Any] = {**files, **timed(images)}
+        clip |= {"steps": FIRST, "sound": "lossless", "stages": "2", "width": 192, "height": 128, "frames": 17}
         return Clip(spec, tiny_plan(spec, out, **clip | values), tmp_path / name / "job")
 
     return made
@@ -92,7 +99,8 @@ def by_pipelines(clip: Clip, sigmas: Sequence[float] | None) -> tuple[torch.Tens
     pipeline.tokenizer.padding_side = "left"
     # The publishers place images in both stages.
     refiner = LTX2ConditionPipeline(**pipeline.components) if plan.images else pipeline
-    if plan.last_image is not None:
+    guided_towards = bool({*plan.images} - {"image"})
+    if guided_towards:
         pipeline = refiner
     upsampler = LTX2LatentUpsamplerModel.from_pretrained(spec.directory, subfolder=LATENT_UPSAMPLER)
     enlarger = LTX2LatentUpsamplePipeline(vae=pipeline.vae, latent_upsampler=upsampler)
@@ -127,7 +135,7 @@ def by_pipelines(clip: Clip, sigmas: Sequence[float] | None) -> tuple[torch.Tens
         }
 
     given: dict[str, Any] = {}
-    if plan.last_image is not None:
+    if guided_towards:
         given = {"conditions": conditions(first)}
     elif plan.image is not None:
         given = {"image": images_of(first)[0], "image_crf": 0}

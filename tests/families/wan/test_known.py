@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    WanAnimateTransformer3DModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from safetensors.torch import load_file, save_file
 from transformers import UMT5Config, UMT5EncoderModel
 
@@ -30,9 +35,11 @@ def weights(module: torch.nn.Module) -> int:
 def test_parameter_counts_are_those_of_the_architectures(subtests: pytest.Subtests) -> None:
     counted: dict[str, int] = {}  # by class and configuration: several models have the same
 
-    def count(
-        kind: type[WanTransformer3DModel | WanVACETransformer3DModel | AutoencoderKLWan], config: Mapping[str, Any]
-    ) -> int:
+    kinds = {
+        kind.__name__: kind for kind in (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
+    }
+
+    def count(kind: type[torch.nn.Module], config: Mapping[str, Any]) -> int:
         given = {name: value for name, value in config.items() if value is not None and name != "_class_name"}
         key = f"{kind} {given}"
         if key not in counted:
@@ -43,7 +50,7 @@ def test_parameter_counts_are_those_of_the_architectures(subtests: pytest.Subtes
     for known in KNOWN:
         with subtests.test(known.name):
             config = known.configs["transformer"]
-            kind = WanVACETransformer3DModel if "vace_layers" in config else WanTransformer3DModel
+            kind = kinds[config.get("_class_name", "WanTransformer3DModel")]
             assert known.parameters["transformer"] == count(kind, config)
             assert known.parameters["vae"] == count(AutoencoderKLWan, known.configs["vae"])
 

@@ -11,7 +11,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import Speed
 from runtime.execution.compilation import discard_compiled_code
 from runtime.families.wan import vae
-from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, PyTorchVideoDecoder, TritonDecoderOps
+from runtime.families.wan.vae import CACHED_FRAMES, DecoderSteps, PyTorchVideoDecoder, TritonVaeOps
 from runtime.models.spec import ModelSpec
 from tests.tiny_models import VAES
 
@@ -91,7 +91,7 @@ def test_kernels_compute_the_convolutions_of_96_channels(chunk: int) -> None:
 
     wanted, wanted_caches = decoded(DecoderSteps(vae.decoder, channels_last=True))
     kernels = Kernels()
-    fast = TritonDecoderOps(torch.device("cpu"), torch.bfloat16, kernels=kernels)
+    fast = TritonVaeOps(torch.device("cpu"), torch.bfloat16, kernels=kernels)
     got, caches = decoded(DecoderSteps(vae.decoder, channels_last=True, ops=fast))
     taken, (again, _) = fast.compile_seconds, decoded(DecoderSteps(vae.decoder, channels_last=True, ops=fast))
     assert torch.equal(again, got)
@@ -112,7 +112,7 @@ def test_a_failing_kernel_is_reported_once(tiny: Callable[[str], ModelSpec]) -> 
 
     vae = AutoencoderKLWan.from_pretrained(tiny("wan2.1").directory, subfolder="vae").eval()
     z, reasons = torch.randn(1, 16, 1, 4, 6), list[Fact]()
-    fast = TritonDecoderOps(torch.device("cpu"), torch.float32, reasons.append, Broken())
+    fast = TritonVaeOps(torch.device("cpu"), torch.float32, reasons.append, Broken())
     got, _ = DecoderSteps(vae.decoder, channels_last=True, ops=fast)(z, [], first=True)
     wanted, _ = DecoderSteps(vae.decoder, channels_last=True)(z, [], first=True)
     assert torch.equal(got, wanted)
