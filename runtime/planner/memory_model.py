@@ -224,12 +224,13 @@ def call_flops(spec: ModelSpec, component: str, latent: LatentSize, tile: int | 
 def _control_flops(spec: ModelSpec, latent: LatentSize) -> float:
     """Return the operations of encoding what steers a clip; see `control_latents` of the family.
 
-    Of two parts, those that no video shows are gray. Images before the clip are encoded one by one.
+    Without a mask one of two parts is gray; without a control video there is only that. Images before the clip are
+    encoded one by one.
     """
     clip = _encoded_clip(spec, latent)
     video, gray = (spec.input_encoder.encode_flops(*clip, video=video) for video in (True, False))
-    videos = (spec.control is not None) + (spec.mask is not None)
-    return videos * video + (2 - videos) * gray + spec.leading_latents * spec.input_encoder.encode_flops(1, *clip[1:])
+    parts = (gray, gray + video, 2 * video)[0 if spec.control is None else 1 if spec.mask is None else 2]
+    return parts + spec.leading_latents * spec.input_encoder.encode_flops(1, *clip[1:])
 
 
 def _image_input(spec: ModelSpec) -> ImageInput:
