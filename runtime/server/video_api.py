@@ -43,6 +43,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime import __version__
@@ -193,7 +194,7 @@ class VideoApi:
             add(CLUSTER, self._head.view, methods=["GET"], include_in_schema=False)
             add(f"{CLUSTER}/join", self._head.joining, methods=["GET"], include_in_schema=False)
         if mcp is not None:
-            app.add_route(MCP, mcp, methods=["POST"], include_in_schema=False)
+            app.router.routes.append(Route(MCP, mcp, methods=["POST"]))
         add("/v1/openapi.json", lambda: JSONResponse(_openapi(app)), methods=["GET"], include_in_schema=False)
 
         def docs(request: Request) -> HTMLResponse:

@@ -2,40 +2,37 @@
 
 import asyncio
 import base64
-import json
-import os
-import signal
 import socket
-import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import pytest
 
-from runtime.core.request import FIELDS
+from runtime.core.request import FIELDS, MAX_REFERENCES
 from runtime.queue.store import NAME, JobStore
 from runtime.server.api_keys import NAME as KEYS
 from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.video_requests import MAX_JSON_BYTES
 from runtime.video.mp4 import read_metadata
-from tests.app_server import MODEL, ROOT, App, environment, free_port, make_cache, serving_here
+from tests.app_server import MODEL, ROOT, App, environment, free_port, make_cache, serving, serving_here
 from tests.cli.refusals import refused
-from tests.image_files import encoded, picture, saved
+from tests.image_files import saved
+from tests.tiny_models import build
 from tests.waiting import until
 
 pytest.importorskip("mcp_types", reason="needs version 2 of the package mcp")
-from mcp.client import Client  # noqa: E402 - only where it is installed
-from mcp.client.stdio import StdioServerParameters, stdio_client  # noqa: E402
-from mcp.client.streamable_http import streamable_http_client  # noqa: E402
-from mcp.shared._httpx_utils import create_mcp_http_client  # noqa: E402
-from mcp.shared.exceptions import MCPError  # noqa: E402
+from mcp.client import Client
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+from mcp.shared.exceptions import MCPError
 
-from runtime.server.mcp.schemas import WAIT_FIELD  # noqa: E402
+from runtime.server.mcp.schemas import WAIT_FIELD
+from runtime.server.mcp.tools import McpTools
 
 SMALL = {"prompt": "a red boat", "steps": 2, "seed": 5}
 LONG = {**SMALL, "steps": 900}
@@ -171,14 +168,48 @@ def test_bad_input_is_refused_in_one_line(server: App, subtests: pytest.Subtests
     talk(server, use)
 
 
-def test_an_image_is_sent_as_a_data_url(server: App) -> None:
-    url = f"data:image/png;base64,{base64.b64encode(encoded(picture())).decode()}"
+def test_files_are_sent_by_path_or_as_data_urls(server: App, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    build("wan2.1-vace", server.cache_dir / "weights" / "steered")
+    image = saved(tmp_path / "boat.png")
+    url = f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode()}"
+    steered = {**SMALL, "model": "steered", "width": 64, "height": 64, "frames": 5}
+    scales = {"control_scale": [1, 0.5], "backends": {"vae": "pytorch"}}
+    mixed = {"references": [str(image), url]}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"image": str(image)}, "image.model_without"),
+        ({"image": image.name}, "server.mcp_relative_path"),
+        ({"image": str(tmp_path)}, "server.mcp_file"),
+        ({"image": str(tmp_path / "none.png")}, "server.mcp_file"),
+        ({"image": str(Path(__file__))}, "image.format_unknown"),
+        ({"image": "a\0b"}, "server.mcp_relative_path"),
+        ({"image": "/a\0b"}, "server.mcp_file"),
+        ({"references": [str(image)] * (MAX_REFERENCES + 1)}, "request.too_many_images"),
+        ({**mixed, "model": "steered"}, "server.mcp_mixed_files"),
+    ]
 
-    async def use(client: Client) -> None:
-        # The tiny model makes videos from a prompt only; the image was read before that is known.
-        assert (await refusal(client, "plan_video", **SMALL, image=url))[1] == "image"
+    async def use() -> None:
+        local = McpTools(server.url, find_file=lambda _: None)
+        async with Client(local.server()) as client:
+            for references in ([str(image)] * 2, [url] * 2):
+                await call(client, "plan_video", **steered, **scales, references=references)
+            for arguments, code in cases:
+                with subtests.test(arguments=str(arguments)[:60]):
+                    (field, *_) = arguments
+                    assert await refusal(client, "plan_video", **{**SMALL, **arguments}) == (code, field)
+        async with Client(McpTools(server.url).server()) as client:
+            await call(client, "plan_video", **steered, references=[url])
+            assert await refusal(client, "plan_video", **SMALL, **mixed) == ("server.mcp_no_paths", "references")
 
-    talk(server, use)
+    asyncio.run(use())
+
+
+def test_a_server_that_has_ended_is_reported() -> None:
+    async def use() -> None:
+        async with Client(McpTools(f"http://127.0.0.1:{free_port()}/").server()) as client:
+            assert (await refusal(client, "list_models"))[0] == "server.mcp_unreachable"
+            assert (await refusal(client, "wait_for_video", id="00000000"))[0] == "server.mcp_unreachable"
+
+    asyncio.run(use())
 
 
 def test_a_deleted_video_ends_the_wait_of_another_client(server: App) -> None:
@@ -187,10 +218,12 @@ def test_a_deleted_video_ends_the_wait_of_another_client(server: App) -> None:
             video = (await call(first, "make_video", **LONG))["id"]
             short = await call(second, "wait_for_video", id=video, seconds=0.5)
             assert short["status"] in {"queued", "in_progress"}
-            waiting = asyncio.create_task(refusal(second, "wait_for_video", id=video, seconds=120))
+            waiting = asyncio.create_task(second.call_tool("wait_for_video", {"id": video, "seconds": 120}))
             await asyncio.sleep(0.2)
             await call(first, "delete_video", id=video)
-            assert (await waiting)[0] == "server.api_no_video"
+            # Cancelled, unless it was gone before that was seen.
+            found = (await waiting).structured_content
+            assert found["error"]["code"] in {"server.api_cancelled", "server.api_no_video"}
 
     talk(server, use)
 
@@ -202,7 +235,7 @@ def test_keys_and_their_limits_hold(server: App) -> None:
         for wrong in ("none", "tandem_wrong"):
             answer = httpx.post(f"{server.url}mcp", json={}, headers={"Authorization": f"Bearer {wrong}"})
             assert answer.status_code == 401 and answer.json()["error"]["code"].startswith("server.api_key_")
-            with pytest.raises(Exception):  # noqa: B017, PT011 - the client has many kinds, also groups
+            with pytest.raises(Exception):  # noqa: B017 - the client has many kinds, also groups
                 talk(server, lambda client: client.list_tools(), key=wrong)
 
         async def make(client: Client) -> str:
@@ -260,38 +293,53 @@ def program(cache: Path, port: int, **variables: str) -> StdioServerParameters:
 
 @pytest.mark.slow
 def test_a_client_starts_the_program(tmp_path: Path) -> None:
-    cache, port = make_cache(tmp_path / "cache"), free_port()
-    image = saved(tmp_path / "boat.png")
+    """It uses a server that runs, serves when that ends, and pauses its videos when the client closes its end."""
+    cache = make_cache(tmp_path / "cache")
 
-    async def use() -> str:
-        with (tmp_path / "errors.txt").open("w") as errors:
-            async with (
-                Client(stdio_client(program(cache, port), errlog=errors)) as client,
-                Client(stdio_client(program(cache, port), errlog=errors)) as other,
-            ):
-                video = await call(client, "make_video", **WAIT)
-                shown = await call(other, "get_video", id=video["id"])
-                assert read_metadata(Path(shown["path"]))["request"]["prompt"] == SMALL["prompt"]
-                for path, code in (
-                    (str(image), "image.model_without"),
-                    (image.name, "server.mcp_relative_path"),
-                    (str(tmp_path), "server.mcp_file"),
-                    (str(tmp_path / "none.png"), "server.mcp_file"),
-                    (str(Path(__file__)), "image.format_unknown"),
-                    ("a\0b", "server.mcp_relative_path"),
-                ):
-                    assert await refusal(client, "plan_video", **SMALL, image=path) == (code, "image"), path
-                mixed = [str(image), "data:image/png;base64,AAAA"]
-                found = await refusal(client, "plan_video", **SMALL, references=mixed)
-                assert found == ("server.mcp_mixed_files", "references")
-                long = await call(client, "make_video", **{**LONG, "frames": 33, "width": 256, "height": 256})
-                await asyncio.to_thread(until, lambda: state(cache, long["id"]) == "running")
-                return str(long["id"])
+    async def use(stack: ExitStack, errors: TextIO) -> str:
+        running = stack.enter_context(serving(cache, program=("app.py", "serve")))
+        async with Client(stdio_client(program(cache, running.port), errlog=errors)) as client:
+            video = await call(client, "make_video", **WAIT)
+            shown = await call(client, "get_video", id=video["id"])
+            assert read_metadata(Path(shown["path"]))["request"]["prompt"] == SMALL["prompt"]
+            long = (await call(client, "make_video", **{**LONG, "frames": 33, "width": 256, "height": 256}))["id"]
+            await asyncio.to_thread(until, lambda: state(cache, long) == "running")
+            await asyncio.to_thread(stack.close)
+            assert state(cache, long) == "queued"
+            assert (await call(client, "get_video", id=video["id"]))["path"] == shown["path"]
+            await asyncio.to_thread(until, lambda: state(cache, long) == "running")
+            async with Client(stdio_client(program(cache, running.port), errlog=errors)) as other:
+                assert [entry["id"] for entry in (await call(other, "list_videos"))["data"]] == [long, video["id"]]
+            assert state(cache, long) == "running"
+        return str(long)
 
-    long = asyncio.run(use())
-    # As on Ctrl-C of `serve`: it is paused, and made at the next start.
+    with (tmp_path / "errors.txt").open("w", encoding="utf-8") as errors, ExitStack() as stack:
+        long = asyncio.run(use(stack, errors))
     assert state(cache, long) == "queued"
     assert "Traceback" not in (tmp_path / "errors.txt").read_text(encoding="utf-8")
+
+
+def test_the_program_refuses_what_it_cannot_use(
+    server: App,
+    cache_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        assert refused(["mcp", "--port", str(taken.getsockname()[1])], capfd).code == "ui.port_taken"
+    assert refused(["mcp", "--port", "none"], capfd).code == "settings.not_a_count"
+    keys = ApiKeys(server.cache_dir)
+    keys.add("anna", KeyLimits())
+    try:
+        assert refused(["mcp", "--port", str(server.port)], capfd).code == "server.mcp_key"
+        monkeypatch.setenv("TANDEM_API_KEY", "tandem_wrong")
+        assert refused(["mcp", "--port", str(server.port)], capfd).code == "server.mcp_key"
+    finally:
+        (server.cache_dir / KEYS).unlink()
+    monkeypatch.setitem(sys.modules, "mcp_types", None)  # as if it were not installed
+    for command in (["mcp"], ["serve", "--mcp"]):
+        assert refused(command, capfd).code == "server.mcp_not_installed"
 
 
 def state(cache: Path, video: str) -> str:

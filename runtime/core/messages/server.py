@@ -144,6 +144,9 @@ MESSAGES: Mapping[str, Message] = {
     "server.mcp_unreachable": Message(
         "The Tandem at {address} does not answer.", "Start it again, or restart this MCP server."
     ),
+    "server.mcp_broken_off": Message(
+        "The Tandem at {address} has broken the connection off.", "List the videos before you try again."
+    ),
     "server.mcp_no_api": Message(
         "{address} answered with status {status}, which Tandem does not.", "Choose another port with --port."
     ),

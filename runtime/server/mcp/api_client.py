@@ -1,13 +1,14 @@
 """An asynchronous client of the HTTP API of a Tandem server on this machine."""
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import httpx
 
 from runtime.core.facts import Fact
+from runtime.core.request import FIELDS
 from runtime.server.api_errors import ErrorBody, body_of
 
 # A deletion may wait for a worker that does not stop, see `VideoApi.delete`.
@@ -90,10 +91,10 @@ class ApiClient:
                     if len(content) > most:
                         return None
         except httpx.HTTPError as error:
-            raise self._unreachable() from error
+            raise self._failure(error) from error
         return bytes(content)
 
-    async def events(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def events(self, path: str, headers: Mapping[str, str]) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """Yield the names and data of a stream of server-sent events."""
         timeout = httpx.Timeout(_SECONDS, read=_SILENT_SECONDS)
         name = ""
@@ -107,18 +108,20 @@ class ApiClient:
                     elif field == "data":
                         yield name, json.loads(value)
         except httpx.HTTPError as error:
-            raise self._unreachable() from error
+            raise self._failure(error) from error
 
     async def _request(self, method: str, path: str, headers: Mapping[str, str], **values: Any) -> httpx.Response:
         try:
             answer = await self._http.request(method, path, headers=headers, **values)
         except httpx.HTTPError as error:
-            raise self._unreachable() from error
+            raise self._failure(error) from error
         await _check(answer)
         return answer
 
-    def _unreachable(self) -> ApiCallError:
-        return call_error("server.mcp_unreachable", address=self._url)
+    def _failure(self, error: httpx.HTTPError) -> ApiCallError:
+        """Return the error of a call without an answer; "server.mcp_unreachable" if it was not even sent."""
+        sent = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+        return call_error("server.mcp_broken_off" if sent else "server.mcp_unreachable", address=self._url)
 
 
 async def _check(answer: httpx.Response) -> None:
@@ -149,8 +152,16 @@ def _form(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             fields |= {f"{name}[{key}]": _text(entry) for key, entry in value.items()}
-        elif isinstance(value, list):
+        elif isinstance(value, list) and name in FIELDS and FIELDS[name].repeatable:
             fields[f"{name}[]"] = [_text(entry) for entry in value]
+        elif isinstance(value, list):
+            for entry in value:
+                if isinstance(entry, Mapping):  # an image as a data URL
+                    for key, text in entry.items():
+                        fields.setdefault(f"{name}[{key}]", []).append(_text(text))
+            numbers = [_text(entry) for entry in value if not isinstance(entry, Mapping)]
+            if numbers:
+                fields[name] = ",".join(numbers)
         elif value is not None:
             fields[name] = _text(value)
     return fields

@@ -82,7 +82,7 @@ def read_arguments(kind: type[AnyArguments], values: Mapping[str, Any]) -> AnyAr
 def arguments_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """Return the schema of the arguments of a tool."""
     schema = kind.model_json_schema()
-    kept = {key: schema[key] for key in ("required", "additionalProperties") if key in schema}
+    kept: dict[str, Any] = {name: schema[name] for name in ("required", "additionalProperties") if name in schema}
     properties = {name: _simple(described) for name, described in schema.get("properties", {}).items()}
     return {"type": "object", "properties": properties, **kept}
 

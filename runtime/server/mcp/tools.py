@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import mcp_types as types
@@ -28,10 +28,11 @@ from mcp.server.context import ServerRequestContext
 from mcp.shared.exceptions import MCPError
 
 from runtime import __version__
+from runtime.core.errors import TandemError
 from runtime.core.facts import cut, shortened
 from runtime.core.untrusted_files import read_file
 from runtime.server import video_requests
-from runtime.server.api_errors import ErrorBody
+from runtime.server.api_errors import ErrorBody, body_of
 from runtime.server.mcp import schemas
 from runtime.server.mcp.api_client import ApiCallError, ApiClient, Upload, call_error
 from runtime.video.image_messages import MAX_FILE_BYTES
@@ -51,7 +52,7 @@ _INSTRUCTIONS = (
     "wrong and what to do."
 )
 
-Context = ServerRequestContext[ApiClient, Any]
+Context: TypeAlias = ServerRequestContext[ApiClient, Any]
 _Call = Callable[[Context, dict[str, Any]], Awaitable[types.CallToolResult]]
 
 
@@ -74,12 +75,20 @@ class McpTools:
         key: sent with the calls over stdio; a call over HTTP sends the key of its own request.
         find_file: returns the file of a completed video by its ID, for a client on this machine, which may also name
             images and videos by path. `None` for clients that may be elsewhere.
+        restore: makes the API answer again, called when it does not; raises a `TandemError` if it cannot.
     """
 
-    def __init__(self, url: str, key: str | None = None, find_file: Callable[[str], Path | None] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        find_file: Callable[[str], Path | None] | None = None,
+        restore: Callable[[], None] | None = None,
+    ) -> None:
         self._url = url
         self._key = key
         self._find_file = find_file
+        self._restore = restore
         paths = find_file is not None
         schema = schemas.arguments_schema
         self._tools = {
@@ -159,7 +168,7 @@ class McpTools:
             if tool is None:
                 name = shortened(parameters.name)
                 raise call_error("server.mcp_tool", "name", name=name, known=list(self._tools))
-            return await tool.call(context, parameters.arguments or {})
+            return await self._called(tool, context, parameters.arguments or {})
         except ApiCallError as error:
             failure = error.error
             return types.CallToolResult(
@@ -167,6 +176,19 @@ class McpTools:
                 structured_content={"error": failure.model_dump(exclude_none=True)},
                 is_error=True,
             )
+
+    async def _called(self, tool: _Tool, context: Context, arguments: dict[str, Any]) -> types.CallToolResult:
+        """Call a tool. If the API cannot be reached, so that nothing was sent, restore it and call the tool again."""
+        try:
+            return await tool.call(context, arguments)
+        except ApiCallError as error:
+            if error.error.code != "server.mcp_unreachable" or self._restore is None:
+                raise
+        try:
+            await asyncio.to_thread(self._restore)
+        except TandemError as error:
+            raise ApiCallError(0, body_of(error.fact, 400, None, str)) from error
+        return await tool.call(context, arguments)
 
     async def _make(self, context: Context, arguments: dict[str, Any]) -> types.CallToolResult:
         name = schemas.WAIT_FIELD
@@ -322,7 +344,8 @@ class McpTools:
 
 
 def _api(context: Context) -> ApiClient:
-    return context.lifespan_context
+    client: ApiClient = context.lifespan_context
+    return client
 
 
 def _path(video_id: str) -> str:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from runtime.server.mcp.tools import McpTools
 from runtime.server.video_requests import MAX_JSON_BYTES
 
+_INPUT, _OUTPUT, _ERRORS = 0, 1, 2
 _POLL_SECONDS = 0.1
 _READ_BYTES = 1 << 16
 # Lines that were read and not handled yet.
@@ -55,18 +56,17 @@ def standard_streams() -> Iterator[tuple[int, int]]:
     Meanwhile what it and its child processes print goes to standard error, and their standard input is empty.
     Both would break the messages of a client.
     """
-    standard_in, standard_out = sys.stdin.fileno(), sys.stdout.fileno()
     sys.stdout.flush()
-    incoming, outgoing = os.dup(standard_in), os.dup(standard_out)
+    incoming, outgoing = os.dup(_INPUT), os.dup(_OUTPUT)
     empty = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(empty, standard_in)
+    os.dup2(empty, _INPUT)
     os.close(empty)
-    os.dup2(sys.stderr.fileno(), standard_out)
+    os.dup2(_ERRORS, _OUTPUT)
     try:
         yield incoming, outgoing
     finally:
         sys.stdout.flush()
-        os.dup2(outgoing, standard_out)
+        os.dup2(outgoing, _OUTPUT)
         # A thread may still read the other one.
         os.close(outgoing)
 
