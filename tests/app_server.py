@@ -141,12 +141,18 @@ class _ThreadQueue(RunningQueue):
 
 @contextlib.contextmanager
 def serving_here(
-    cache_dir: Path, *, page: bool = True, notify: Callable[[str], None] = lambda _: None, **values: Any
+    cache_dir: Path,
+    *,
+    page: bool = True,
+    mcp: bool = False,
+    notify: Callable[[str], None] = lambda _: None,
+    **values: Any,
 ) -> Iterator[App]:
     """Run the web app in this process, with its workers as threads.
 
     Args:
         page: otherwise it is the HTTP API alone, as of `serve`.
+        mcp: whether that has an MCP server, too.
         notify: called with each line on the state of the share link.
         values: more settings.
     """
@@ -173,7 +179,7 @@ def serving_here(
         patch.setattr(_StaticFiles, "all_paths", [])
         for name in ("GRADIO_TEMP_DIR", "GRADIO_EXAMPLES_CACHE", "NO_PROXY", "no_proxy"):
             patch.setenv(name, os.environ.get(name, ""))
-        with web_app.serve(chosen, notify) if page else serve.serve(chosen) as url:
+        with web_app.serve(chosen, notify) if page else serve.serve(chosen, mcp=mcp) as url:
             yield App(url, cache_dir)
 
 

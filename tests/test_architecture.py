@@ -120,6 +120,8 @@ def is_allowed(path: Path, module: str) -> bool:
         return own == "ui" or name == "runtime/upstream/gradio.py"
     if top == "ray":
         return name.startswith("runtime/server/cluster/")
+    if top in {"mcp", "mcp_types"}:
+        return name.startswith("runtime/server/mcp/")
     if top.startswith("tensorrt"):
         return own == "engines"
     other = rest.partition(".")[0]

@@ -746,12 +746,28 @@ def serve(
         typer.Option(metavar="N", help="Keep the newest ended videos of each key up to N bytes. [default: all]"),
     ] = None,
     cluster: Annotated[bool, typer.Option("--cluster", help="Let other machines join and make the videos.")] = False,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Serve AI assistants at /mcp, too.")] = False,
 ) -> Outcome:
     """Serve the HTTP API, without the web app: queue, workers and /v1/videos."""
     from runtime.cli.serve import run as run_server
 
     retention = {"keep_days": keep_days, "keep_videos": keep_videos, "keep_bytes": keep_bytes}
-    return run_server({"host": host, "port": port, "model": model, **retention}, cluster=cluster)
+    return run_server({"host": host, "port": port, "model": model, **retention}, cluster=cluster, mcp=mcp)
+
+
+@_command(app, "mcp")
+def mcp_program(
+    port: Annotated[
+        OptionalText, typer.Option(metavar="N", help="Port of the Tandem to use, or to start. [default: 7860]")
+    ] = None,
+    model: Annotated[
+        OptionalText, typer.Option(metavar="NAME|DIR", help="Model of requests that name none. [default: diorama]")
+    ] = None,
+) -> Outcome:
+    """Serve an AI assistant that starts this program, over standard input and output (MCP)."""
+    from runtime.cli.serve import run_mcp
+
+    return run_mcp({"port": port, "model": model})
 
 
 @_command(app, "worker")

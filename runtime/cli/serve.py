@@ -1,4 +1,4 @@
-"""`serve` and `serve keys`: the HTTP API without the web app, and its keys."""
+"""`serve`, `serve keys` and `mcp`: the HTTP API without the web app, its keys, and the MCP server as a program."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -13,16 +13,27 @@ from runtime.core.request_fields import read_size
 from runtime.server.api_keys import ApiKeys, KeyLimits
 
 
-def run(flags: Mapping[str, str | None], *, cluster: bool = False) -> dict[str, Any]:
+def run(flags: Mapping[str, str | None], *, cluster: bool = False, mcp: bool = False) -> dict[str, Any]:
     """Serve the API until Ctrl-C; return its address.
 
     Args:
         cluster: whether other machines may join.
+        mcp: whether it has an MCP server, too.
     """
     from runtime.server.serve import launch
 
     loaded = settings.load(flags, with_keys=True)
-    return {"url": launch(loaded, cluster=cluster)}
+    return {"url": launch(loaded, cluster=cluster, mcp=mcp)}
+
+
+def run_mcp(flags: Mapping[str, str | None]) -> dict[str, Any]:
+    """Serve an MCP client over standard input and output until it closes its end; return the address of the API."""
+    from runtime.server.serve import check_mcp
+
+    check_mcp()
+    from runtime.server.mcp.program import run as run_program
+
+    return {"url": run_program(settings.load(flags, with_keys=True))}
 
 
 def add_key(name: str, counts: Mapping[str, int], size: str | None) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class JobQueue:
             TandemError: if it cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self._job_of(self.store.add(request, self._plan(request), owner=owner))
+        return self._job_of(self.store.add(request, self.plan(request), owner=owner))
 
     def submit_once(
         self,
@@ -194,7 +194,7 @@ class JobQueue:
         if record is not None:
             return record
         make_folder(self._outputs_dir)
-        plan = self._plan(request)
+        plan = self.plan(request)
         check(plan)
         return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
@@ -210,7 +210,7 @@ class JobQueue:
             TandemError: if one of them cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self.store.add_all([(request, self._plan(request)) for request in requests], owner=owner, held=held)
+        return self.store.add_all([(request, self.plan(request)) for request in requests], owner=owner, held=held)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.
@@ -218,7 +218,7 @@ class JobQueue:
         Raises:
             TandemError: if it cannot be planned, or the job is not queued any more.
         """
-        plan = self._plan(request)
+        plan = self.plan(request)
         job = self._job_of(self.store.edit(job_id, request, plan))
         job.refresh()
         job.model_title = self.title(plan.model)
@@ -235,7 +235,7 @@ class JobQueue:
         """
         if changes:
             request = GenerationRequest.from_mapping({**self.store.get(job_id).request, **changes})
-            plan = self._plan(request)
+            plan = self.plan(request)
             self.store.resume(job_id, (request, plan))
         else:
             self.store.resume(job_id)
@@ -396,7 +396,12 @@ class JobQueue:
         """Return a request's model; see `models.requested.model_for`."""
         return model_for(request, self._weights_dir, self._engines.cache_dir)
 
-    def _plan(self, request: GenerationRequest) -> ExecutionPlan:
+    def plan(self, request: GenerationRequest) -> ExecutionPlan:
+        """Return the plan of a request as it would be queued now.
+
+        Raises:
+            TandemError: if it cannot be planned.
+        """
         spec = self.model(request)
         output = output_path(self._outputs_dir, request.prompt)
         machine = self.plans_for()
@@ -418,7 +423,7 @@ class JobQueue:
             job = self._views.get(record.id)
             if job is None:
                 # This version may be unable to read the plan of an older version.
-                plan = record.plan or self._plan(record.generation_request())
+                plan = record.plan or self.plan(record.generation_request())
                 job = Job(record, plan, self.title(plan.model), self.store)
                 job.refresh()
             self._jobs[record.id] = self._views[record.id] = job

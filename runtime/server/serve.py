@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib.util
 import logging
 import os
 import signal
@@ -26,11 +27,12 @@ from runtime.queue.storage import Retention
 from runtime.queue.store import JobStore, open_store
 from runtime.server.api_keys import OWNER_PREFIX, ApiKeys
 from runtime.server.connections import PageServer, limits_for, listen
-from runtime.server.video_api import VideoApi
+from runtime.server.video_api import MCP, VideoApi
 from runtime.server.visitors import cancel_orphaned
 
 if TYPE_CHECKING:  # imports ray
     from runtime.server.cluster.head import ClusterHead
+    from runtime.server.mcp.transports import HttpTransport  # imports mcp
 
 # A video of the API whose process was killed this often may be the cause.
 _MOST_INTERRUPTIONS = 3
@@ -38,11 +40,12 @@ _MOST_INTERRUPTIONS = 3
 logger = logging.getLogger(__name__)
 
 
-def launch(settings: Settings, *, cluster: bool = False) -> str:
+def launch(settings: Settings, *, cluster: bool = False, mcp: bool = False) -> str:
     """Serve the HTTP API until Ctrl-C or a request to end; return its address.
 
     Args:
         cluster: whether other machines may join and run its videos.
+        mcp: whether it has an MCP server, too.
 
     Raises:
         MachineError: for a host or port that cannot be listened on.
@@ -55,16 +58,20 @@ def launch(settings: Settings, *, cluster: bool = False) -> str:
     def started(url: str) -> None:
         addresses.append(url)
         print_line(f"Tandem's API is at {url}v1, its documentation at {url}v1/docs - Ctrl-C stops it.")
+        if mcp:
+            print_line(f"Its MCP server is at {url.rstrip('/')}{MCP}")
 
-    until_stopped(serve(settings, cluster=cluster), started)
+    until_stopped(serve(settings, cluster=cluster, mcp=mcp), started)
     return addresses[0]
 
 
 @contextlib.contextmanager
-def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
+def serve(settings: Settings, *, cluster: bool = False, mcp: bool = False) -> Iterator[str]:
     """Serve the HTTP API within a `with` block; yields its address. Raises as `launch`."""
     if cluster:
         check_ray()
+    if mcp:
+        check_mcp()
     keys = ApiKeys(settings.cache_dir)
     if not keys.keys() and settings.host not in LOOPBACK:
         raise SettingsError("server.api_host_without_key", host=settings.host)
@@ -77,7 +84,7 @@ def serve(settings: Settings, *, cluster: bool = False) -> Iterator[str]:
     try:
         if cluster:
             head = start_head(worker, settings, engines)
-        app = VideoApi(worker, settings, keys, head).app()
+        app = VideoApi(worker, settings, keys, head).app(_mcp_transport(settings) if mcp else None)
         try:
             sockets = listen(settings.host, settings.port)
         except OSError as error:
@@ -105,6 +112,22 @@ def check_ray() -> None:
     from runtime.server.cluster.ray_process import check_installed
 
     check_installed()
+
+
+def check_mcp() -> None:
+    """Check that version 2 of the package `mcp` is installed.
+
+    Raises:
+        MachineError: if not.
+    """
+    if importlib.util.find_spec("mcp_types") is None:
+        raise MachineError("server.mcp_not_installed")
+
+
+def _mcp_transport(settings: Settings) -> "HttpTransport":
+    from runtime.server.mcp.transports import HttpTransport
+
+    return HttpTransport(address_of(settings.host, settings.port))
 
 
 def makes_videos(head: "ClusterHead | None", engines: EngineService) -> bool:

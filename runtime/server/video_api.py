@@ -1,6 +1,7 @@
 """The HTTP API: OpenAI's video routes, models, progress as server-sent events, health and metrics.
 
     POST   /v1/videos                create a video: JSON, or a form with an image
+    POST   /v1/videos/plan           what a video would take, from the same body
     GET    /v1/videos                the caller's videos, in pages
     GET    /v1/videos/{id}           one video
     GET    /v1/videos/{id}/content   its MP4, a still image, or while it is made a clip of what is finished
@@ -11,6 +12,7 @@
     GET    /v1/cluster/join          how a machine with the cluster's key joins
     GET    /v1/openapi.json          this API's schema
     GET    /v1/docs                  the same as a page for people; needs no key
+    POST   /mcp                      the MCP server, see `runtime.server.mcp`; only with `serve --mcp`
     GET    /healthz                  whether the server answers and can write its job store; needs no key
     GET    /metrics                  see `metrics`
 
@@ -41,6 +43,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime import __version__
@@ -70,7 +73,7 @@ from runtime.server.image_queue import ImageQueue
 from runtime.server.job_files import SentVideo, etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
-from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, video_of
+from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, VideoPlan, plan_of, video_of
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
 from runtime.server.watchers import Watchers
@@ -78,10 +81,12 @@ from runtime.video.preview import still
 
 if TYPE_CHECKING:  # imports ray
     from runtime.server.cluster.head import ClusterHead
+    from runtime.server.mcp.transports import HttpTransport  # imports mcp, which not every installation has
 
 HEALTH = "/healthz"
 DOCS = "/v1/docs"
 CLUSTER = "/v1/cluster"
+MCP = "/mcp"
 _PATHS = re.compile(r"/v1(?:/.*)?|/healthz/?|/metrics/?", re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{8}")
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -125,8 +130,12 @@ class VideoApi:
         self._metrics = Metrics(worker)
         self._head = head
 
-    def app(self) -> FastAPI:
-        """Return the ASGI app with its middleware."""
+    def app(self, mcp: "HttpTransport | None" = None) -> FastAPI:
+        """Return the ASGI app with its middleware.
+
+        Args:
+            mcp: the MCP server at `MCP`; `None` without one.
+        """
         names = LOOPBACK if self._settings.host in LOOPBACK else None
         handlers = api_errors.handlers(self.redact)
         early = {kind: handlers[kind] for kind in (HTTPException, TandemError)}
@@ -139,6 +148,7 @@ class VideoApi:
             redoc_url=None,
             exception_handlers=handlers,  # type: ignore[arg-type]  # handlers of subclasses
             redirect_slashes=False,
+            lifespan=None if mcp is None else mcp.lifespan,
             middleware=[
                 Middleware(SecurityHeadersMiddleware),
                 # Also of errors in the middleware; FastAPI logs others.
@@ -156,6 +166,14 @@ class VideoApi:
         errors: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
         add = app.add_api_route
         add("/v1/videos", self.create, methods=["POST"], response_model=Video, responses=errors, openapi_extra=_body())
+        add(
+            "/v1/videos/plan",
+            self.plan,
+            methods=["POST"],
+            response_model=VideoPlan,
+            responses=errors,
+            openapi_extra={"requestBody": _body()["requestBody"]},
+        )
         add("/v1/videos", self.list, methods=["GET"], response_model=VideoList, responses=errors)
         add("/v1/videos/{video_id}", self.retrieve, methods=["GET"], response_model=Video, responses=errors)
         add("/v1/videos/{video_id}", self.delete, methods=["DELETE"], response_model=DeletedVideo, responses=errors)
@@ -175,6 +193,8 @@ class VideoApi:
         if self._head is not None:
             add(CLUSTER, self._head.view, methods=["GET"], include_in_schema=False)
             add(f"{CLUSTER}/join", self._head.joining, methods=["GET"], include_in_schema=False)
+        if mcp is not None:
+            app.router.routes.append(Route(MCP, mcp, methods=["POST"]))
         add("/v1/openapi.json", lambda: JSONResponse(_openapi(app)), methods=["GET"], include_in_schema=False)
 
         def docs(request: Request) -> HTMLResponse:
@@ -201,6 +221,14 @@ class VideoApi:
         self._check_caller(caller)  # reading a body and its files takes time
         record = await asyncio.to_thread(self._create, values, copies, key, caller)
         return self._video(record)
+
+    async def plan(self, request: Request) -> VideoPlan:
+        """Estimate the time and memory of a video without creating it; errors are those of its creation."""
+        caller = _caller(request)
+        values, files = await self._bodies.read(request, _owner(caller) or "")
+        copies = await self._keep(request, values, files) if files else {}
+        self._check_caller(caller)  # reading a body and its files takes time
+        return await asyncio.to_thread(self._planned, values, copies, caller)
 
     def list(
         self,
@@ -367,6 +395,12 @@ class VideoApi:
 
         submission = None if key is None else Submission(key, digest)
         return self._worker.submit_once(request, _owner(caller), check, admit, submission)
+
+    def _planned(self, values: Mapping[str, Any], copies: Mapping[str, str], caller: ApiKey | None) -> VideoPlan:
+        plan = self._worker.plan(self._requested(values, copies))
+        if caller is not None:
+            check_plan(plan, caller.limits)
+        return plan_of(plan, self._name_of, self.redact)
 
     def _record(self, video_id: str, request: Request) -> JobRecord:
         """Return a video of the caller.

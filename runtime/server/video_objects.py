@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from runtime.core.facts import Fact
+from runtime.core.facts import Fact, as_text
+from runtime.core.plan import ExecutionPlan
 from runtime.queue.records import JobRecord, State
 from runtime.queue.storage import Retention
 from runtime.queue.views import Job
 from runtime.server.api_errors import ErrorBody, body_of
+from runtime.server.api_words import ApiWords
 
 Status = Literal["queued", "in_progress", "completed", "failed"]
 
@@ -52,6 +54,25 @@ class Video(BaseModel):
     steps: int | None = Field(default=None, description="Number of denoising steps.")
     sound: bool | None = Field(default=None, description="Whether the completed video has sound.")
     paused: bool = Field(default=False, description="Whether the owner of the server has paused the video.")
+
+
+class VideoPlan(BaseModel):
+    """What a video would take."""
+
+    object: Literal["video.plan"] = "video.plan"
+    model: str = Field(description="The ID of its model.")
+    size: str = Field(description='Width and height in pixels, as in "832x480".')
+    seconds: str = Field(description="Length of the video, as text.")
+    frames: int = Field(description="Number of frames.")
+    fps: int = Field(description="Frames per second.")
+    steps: int = Field(description="Number of denoising steps.")
+    duration: float = Field(description="Estimated seconds until it is completed, once its model is loaded.")
+    shortest: float = Field(description="The lower bound of that estimate.")
+    longest: float = Field(description="The upper bound of that estimate.")
+    loading: float = Field(description="Estimated seconds to load its model.")
+    memory_bytes: int = Field(description="Estimated peak memory.")
+    free_bytes: int = Field(description="Free memory of the device.")
+    warnings: list[str]
 
 
 class VideoList(BaseModel):
@@ -133,6 +154,26 @@ def video_of(
         error=_error(record, redact),
         paused=record.state == "queued" and record.held,
         **values,
+    )
+
+
+def plan_of(plan: ExecutionPlan, names: Callable[[str], str], redact: Callable[[str], str] = str) -> VideoPlan:
+    """Return what a video would take; see `video_of`."""
+    total = plan.seconds["total"]
+    return VideoPlan(
+        model=names(plan.request.model),
+        size="{}x{}".format(*plan.video_size),
+        seconds=f"{round(plan.video_frames / plan.video_fps, 3):g}",
+        frames=plan.video_frames,
+        fps=plan.video_fps,
+        steps=plan.steps,
+        duration=round(total.likely, 1),
+        shortest=round(total.low, 1),
+        longest=round(total.high, 1),
+        loading=round(plan.seconds["load"].likely, 1),
+        memory_bytes=plan.memory_bytes,
+        free_bytes=plan.free_bytes,
+        warnings=[redact(as_text(fact, ApiWords())) for fact in plan.warnings],
     )
 
 

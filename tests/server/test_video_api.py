@@ -571,6 +571,22 @@ def test_metrics_count_videos_and_seconds(http: httpx.Client) -> None:
     assert re.search(r'tandem_worker_memory_bytes{gpu="0"} [1-9]', text)
 
 
+def test_a_plan_is_that_of_the_video_and_creates_none(http: httpx.Client) -> None:
+    before = http.get("v1/videos").json()["data"]
+    answer = http.post("v1/videos/plan", json=SMALL)
+    plan = answer.json()
+    assert (answer.status_code, plan["object"]) == (200, "video.plan")
+    assert 0 <= plan["shortest"] <= plan["duration"] <= plan["longest"] and plan["loading"] >= 0
+    assert 0 < plan["memory_bytes"] < plan["free_bytes"]
+    assert http.get("v1/videos").json()["data"] == before
+    made = create(http)
+    ended(http, made["id"])
+    for name in ("model", "size", "seconds", "frames", "fps", "steps"):
+        assert plan[name] == made[name], name
+    assert error_of(http.post("v1/videos/plan", json={**SMALL, "sise": 1}))[2] == "request.unknown_field"
+    assert error_of(http.get("v1/videos/plan"))[0] == 404
+
+
 def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     schema = http.get("v1/openapi.json").json()
     request = schema["components"]["schemas"]["CreateVideo"]
@@ -579,6 +595,7 @@ def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]
     assert {"get", "post"} == set(schema["paths"]["/v1/videos"])
     assert {"get", "delete"} == set(schema["paths"]["/v1/videos/{video_id}"])
+    assert {"post"} == set(schema["paths"]["/v1/videos/plan"])
     text = json.dumps(schema)
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in schema["components"]["schemas"], name

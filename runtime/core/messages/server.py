@@ -137,6 +137,36 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_rate": Message("This key allows {maximum:n video} an hour.", "Try again in {minutes:n minute}."),
     "server.interrupted": Message("Tandem ended while this video was generated.", "Generate it again."),
     "server.api_cancelled": Message("The video was cancelled.", "Create it again."),
+    # The MCP server.
+    "server.mcp_not_installed": Message(
+        "The package mcp is not installed, or is older than version 2.",
+        "Run `.venv/bin/python -m pip install -r requirements-mcp.txt`.",
+    ),
+    "server.mcp_key": Message(
+        "The Tandem at {address} needs an API key.",
+        "Set {variable} to a key; `serve keys add NAME` makes one.",
+    ),
+    "server.mcp_unreachable": Message(
+        "The Tandem at {address} does not answer.", "Start it again, or restart this MCP server."
+    ),
+    "server.mcp_broken_off": Message(
+        "The Tandem at {address} has broken the connection off.", "List the videos before you try again."
+    ),
+    "server.mcp_no_api": Message(
+        "{address} answered with status {status}, which Tandem does not.", "Choose another port with --port."
+    ),
+    "server.mcp_tool": Message("There is no tool {name}.", "Call one of: {known:list}."),
+    "server.mcp_argument": Message("{name}: {problem}.", "See the input schema of the tool."),
+    "server.mcp_no_paths": Message(
+        "{field} is not a data URL.", "Send it as data:image/png;base64,… or data:video/mp4;base64,…"
+    ),
+    "server.mcp_relative_path": Message("{path} is not an absolute path.", "Give the whole path of the file."),
+    "server.mcp_file": Message("{path} cannot be read: {problem}.", "Give the path of a file that exists."),
+    "server.mcp_mixed_files": Message("{field} has paths and data URLs.", "Name all files in the same way."),
+    "server.mcp_resource": Message("There is no resource {uri}.", "Name a video as tandem://videos/ID."),
+    "server.mcp_too_large": Message(
+        "The video {video} is larger than {maximum:bytes}.", "Download it from its url, which get_video returns."
+    ),
     # The cluster.
     "server.cluster_no_ray": Message(
         "Ray is not installed, which a cluster needs.",

@@ -176,8 +176,9 @@ class SharedStreamDenoiser(SharedDenoiser):
 class SharedControlDenoiser(SharedDenoiser):
     """One of a model that a control video steers; see `ControlDenoiser`."""
 
-    def steer(self, scales: tuple[float, ...]) -> None:
+    def steer(self, scales: tuple[float, ...], face: torch.Tensor | None = None) -> None:
         """See `ControlDenoiser`."""
+        assert face is None, "models of characters run on one GPU"
         self._group.call("steer", self.check, name=self._name, scales=scales)
 
 
