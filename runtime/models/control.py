@@ -47,27 +47,49 @@ def with_control(
         cache_dir, keep, check: see `models.images.with_images`.
 
     Raises:
-        InvalidRequestError: if one cannot be read, the model is not steered by them or needs another one, there is a
-            mask without the video that it changes, or that video without a mask where the model needs one, there is a
-            preprocessing, a start or borders without a control video, a video ends before its start, or the number of
-            scales is not that of the model's control blocks.
+        InvalidRequestError: see `check_control`; or if one cannot be read, or a video ends before its start.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
+    """
+    check_control(spec, request, weights_dir, needs_files=needs_files)
+    if spec.control_input is None:
+        return spec
+    fps, most = frames_taken(request, spec)
+    boxes = None if request.mask is None else parse_boxes(request.mask)
+    videos: dict[str, Any] = {
+        field: (find_picture if field == _MASK else find_video)(
+            file, cache_dir, fps, most, field=field, keep=keep, check=check, start=request.control_second
+        )
+        for field in CONTROL_VIDEOS
+        if (file := getattr(request, field)) is not None and (field != _MASK or boxes is None)
+    }
+    videos |= {} if boxes is None else {_MASK: boxes}
+    taken = replace(spec.control_input, overlap=int(request.overlap))
+    references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
+    return replace(spec, control_input=taken, references=references, outpaint=request.outpaint, **videos)
+
+
+def check_control(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_files: bool = True) -> None:
+    """Check what steers a request's video, without reading a file; see `with_control`.
+
+    Raises:
+        InvalidRequestError: if the model is not steered by it or needs something else, there is a mask without the
+            video that it changes, or that video without a mask where the model needs one, there is a preprocessing, a
+            start or borders without a control video, or the number of scales is not that of the model's control blocks.
     """
     used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
     used_fields += [] if request.preprocess == OFF else [_PREPROCESS]
     used_fields += [_OUTPAINT] if any(request.outpaint) else []
     used_fields += [] if request.overlap == OVERLAP else ["overlap"]
-    start = request.control_second
-    used_fields += [_START] if start else []
+    used_fields += [_START] if request.control_second else []
     taken = spec.control_input
     if taken is None:
         if used_fields:
             able = [model.name for model in all_models(weights_dir) if _takes(model, used_fields[0])]
             code = "control.model_without" if able else "control.no_model"
             raise InvalidRequestError(used_fields[0], code, field=used_fields[0], model=spec.title, models=able)
-        return spec
+        return
     for field in used_fields:
         if field not in taken.fields:
             able = [model.name for model in all_models(weights_dir) if _takes(model, field)]
@@ -89,19 +111,6 @@ def with_control(
         raise InvalidRequestError(field, _ALONE[field])
     if request.preprocess != OFF and request.mask is None and any(request.outpaint):
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_kept")
-    fps, most = frames_taken(request, spec)
-    boxes = None if request.mask is None else parse_boxes(request.mask)
-    videos: dict[str, Any] = {
-        field: (find_picture if field == _MASK else find_video)(
-            file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start
-        )
-        for field in CONTROL_VIDEOS
-        if (file := getattr(request, field)) is not None and (field != _MASK or boxes is None)
-    }
-    videos |= {} if boxes is None else {_MASK: boxes}
-    taken = replace(taken, overlap=int(request.overlap))
-    references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
-    return replace(spec, control_input=taken, references=references, outpaint=request.outpaint, **videos)
 
 
 def _takes(spec: ModelSpec, field: str) -> bool:

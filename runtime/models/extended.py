@@ -51,23 +51,9 @@ def with_extended(
         MachineError: if there is no ffmpeg.
         OutputError: if the disk is too full for a copy.
     """
+    check_extended(spec, request, weights_dir)
     if request.extend is None:
-        alone = "join" if request.join is not None else None if request.extend_frames in {AUTO, 1} else "extend_frames"
-        if alone is not None:
-            raise InvalidRequestError(alone, "source.join_alone", field=alone)
         return spec
-    if request.image is not None or request.video is not None:
-        raise InvalidRequestError(FIELD, "source.two_starts")
-    if not spec.starts_from_images:
-        able = [model.name for model in image_models(weights_dir)]
-        raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
-    if request.join is not None and request.last_image is not None:
-        raise InvalidRequestError("join", "source.two_ends")
-    one_frame = not spec.takes_given_frames
-    if one_frame and (request.join is not None or request.extend_frames not in {AUTO, 1}):
-        field = "extend_frames" if request.join is None else "join"
-        able = [model.name for model in all_models(weights_dir) if model.takes_given_frames]
-        raise InvalidRequestError(field, "source.one_frame", field=field, model=spec.title, models=able)
     use, image = continued(request.extend, cache_dir, keep=keep, check=check)
     following = None
     if request.join is not None:
@@ -76,15 +62,36 @@ def with_extended(
             raise InvalidRequestError("join", "source.too_many_frames", file=following.name, most=MAX_FRAMES)
         following = following.replace(parts=_parts_of(following, _metadata_of(following)))
     shortest = min((use, *([] if following is None else [following])), key=lambda video: video.frames)
-    extend_frames = (
-        (1 if one_frame else min(EXTEND_FRAMES, shortest.frames))
-        if request.extend_frames == AUTO
-        else int(request.extend_frames)
-    )
+    usual = min(EXTEND_FRAMES, shortest.frames) if spec.takes_given_frames else 1
+    extend_frames = usual if request.extend_frames == AUTO else int(request.extend_frames)
     if extend_frames > shortest.frames:
         data = {"value": extend_frames, "video": shortest.name, "frames": shortest.frames}
         raise InvalidRequestError("extend_frames", "source.extend_frames", **data)
     return replace(spec, extend=use, image=image, extend_frames=extend_frames, join=following)
+
+
+def check_extended(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> None:
+    """Check that a model continues the video of a request, without reading a file; see `with_extended`.
+
+    Raises:
+        InvalidRequestError: if it cannot, or from its last frame only, or the request has another start or end.
+    """
+    if request.extend is None:
+        alone = "join" if request.join is not None else None if request.extend_frames in {AUTO, 1} else "extend_frames"
+        if alone is not None:
+            raise InvalidRequestError(alone, "source.join_alone", field=alone)
+        return
+    if request.image is not None or request.video is not None:
+        raise InvalidRequestError(FIELD, "source.two_starts")
+    if not spec.starts_from_images:
+        able = [model.name for model in image_models(weights_dir)]
+        raise InvalidRequestError(FIELD, "source.not_continued", model=spec.title, models=able)
+    if request.join is not None and request.last_image is not None:
+        raise InvalidRequestError("join", "source.two_ends")
+    if not spec.takes_given_frames and (request.join is not None or request.extend_frames not in {AUTO, 1}):
+        field = "extend_frames" if request.join is None else "join"
+        able = [model.name for model in all_models(weights_dir) if model.takes_given_frames]
+        raise InvalidRequestError(field, "source.one_frame", field=field, model=spec.title, models=able)
 
 
 def continued(

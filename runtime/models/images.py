@@ -74,7 +74,7 @@ def with_images(
         MachineError: if the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
-    _check_supported(spec, request, weights_dir, needs_image=needs_image)
+    check_images(spec, request, weights_dir, needs_image=needs_image)
     image, last_image = (
         None if file is None else find_image(file, field, cache_dir, keep=keep, check=check)
         for field, file in (("image", request.image), ("last_image", request.last_image))
@@ -162,7 +162,12 @@ def open_image(use: InputFile, field: str = "image", check: Callable[[], None] =
     return decode_image(data, use.name, field, check)
 
 
-def _check_supported(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool) -> None:
+def check_images(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool = True) -> None:
+    """Check that a model takes the images of a request, without reading a file; see `with_images`.
+
+    Raises:
+        InvalidRequestError: if it does not, or needs others.
+    """
     image_input = spec.image_input
     times = len(request.keyframe_seconds)
     if (request.keyframes or times) and not spec.takes_keyframes:

@@ -8,13 +8,13 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.request import AUTO, OFF, GenerationRequest
 from runtime.models.catalogue import check_makes_videos, find, look_up
-from runtime.models.control import with_control
-from runtime.models.extended import with_extended
-from runtime.models.images import with_images
+from runtime.models.control import check_control, with_control
+from runtime.models.extended import check_extended, with_extended
+from runtime.models.images import check_images, with_images
 from runtime.models.loras import with_loras
 from runtime.models.registry import find_interpolator, find_upscaler
 from runtime.models.spec import ModelSpec
-from runtime.models.videos import with_video
+from runtime.models.videos import check_video, with_video
 
 # The field that is wrong, by what is wrong with an upscaler.
 _FIELDS = {"upscaler.none": "upscale", "upscaler.scale": "upscale", "upscaler.unknown": "upscaler"}
@@ -69,10 +69,23 @@ def with_inputs(
         InvalidRequestError: if one cannot be used.
         MachineError, OutputError: see `model_for`.
     """
+    check_inputs(spec, request, weights_dir, needs_image=needs_image)
     spec = with_control(spec, request, weights_dir, cache_dir, needs_files=needs_image, keep=keep, check=check)
     spec = with_video(spec, request, weights_dir, cache_dir, keep=keep, check=check)
     spec = with_images(spec, request, weights_dir, cache_dir, needs_image=needs_image, keep=keep, check=check)
     return with_extended(spec, request, weights_dir, cache_dir, keep=keep, check=check)
+
+
+def check_inputs(spec: ModelSpec, request: GenerationRequest, weights_dir: Path, *, needs_image: bool = True) -> None:
+    """Check that a model takes the images and videos of a request, and needs no others, without reading a file.
+
+    Raises:
+        InvalidRequestError: if it does not take one, with the models that do, or needs another one.
+    """
+    check_control(spec, request, weights_dir, needs_files=needs_image)
+    check_video(spec, request, weights_dir)
+    check_images(spec, request, weights_dir, needs_image=needs_image)
+    check_extended(spec, request, weights_dir)
 
 
 def with_finishers(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> ModelSpec:

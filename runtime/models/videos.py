@@ -95,16 +95,27 @@ def with_video(
         MachineError: if there is no ffmpeg.
         OutputError: if the disk is too full for a copy.
     """
+    check_video(spec, request, weights_dir)
     if request.video is None:
         return spec
+    fps, most = frames_taken(request, spec)
+    return spec.from_video(find_video(request.video, cache_dir, fps, most, keep=keep, check=check))
+
+
+def check_video(spec: ModelSpec, request: GenerationRequest, weights_dir: Path) -> None:
+    """Check that a model starts from the video of a request, without reading its file; see `with_video`.
+
+    Raises:
+        InvalidRequestError: if it does not, or there is an image too.
+    """
+    if request.video is None:
+        return
     if request.image is not None or request.last_image is not None or request.keyframes:
         raise InvalidRequestError(FIELD, "source.with_image")
     if spec.video_input is None:
         able = [model.name for model in all_models(weights_dir) if model.video_input is not None]
         code = "source.model_without" if able else "source.no_model"
         raise InvalidRequestError(FIELD, code, model=spec.title, models=able)
-    fps, most = frames_taken(request, spec)
-    return spec.from_video(find_video(request.video, cache_dir, fps, most, keep=keep, check=check))
 
 
 def frames_taken(request: GenerationRequest, spec: ModelSpec) -> tuple[int, int]:

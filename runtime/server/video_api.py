@@ -49,13 +49,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime import __version__
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import Fact, shortened
-from runtime.core.images import InputFile, field_of
+from runtime.core.images import PREFIX, InputFile, field_of
 from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
+from runtime.models.requested import check_inputs
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_picture, keep_video
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
@@ -91,6 +92,8 @@ _PATHS = re.compile(r"/v1(?:/.*)?|/healthz/?|/metrics/?", re.DOTALL)
 _ID = re.compile(r"[0-9a-f]{8}")
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _SCHEMAS = "#/components/schemas/"
+# What a file of a request is called before it is read.
+_UNREAD = f"{PREFIX}{'0' * 64}"
 _MINUTE_SECONDS = 60
 # Of one key, and of all.
 _MOST_STREAMS, _MOST_STREAMS_ALL = 256, 512
@@ -352,8 +355,9 @@ class VideoApi:
         cache = self._settings.cache_dir
 
         def keep(check: Callable[[], None]) -> dict[str, str]:
-            # First without its files, so that a request that is refused keeps none.
-            self._requested(values, {})
+            # First without reading its files, so that a request that is refused keeps none.
+            requested = self._requested(values, dict.fromkeys(files, _UNREAD))
+            check_inputs(self._models[requested.model], requested, self._settings.weights_dir)
             copies = {}
             for key, (data, name) in files.items():
                 use: InputFile

@@ -206,6 +206,13 @@ def test_control_videos_are_refused_planned_and_followed(
         [
             (["--control", str(tmp_path / "text.mp4")], "source.no_video", {"field": "control", "file": "text.mp4"}),
             (["--mask", str(clip)], "control.mask_alone", {"field": "mask"}),
+            ([*control, "--mask", str(tmp_path / "text.mp4")], "source.no_video", {"field": "mask"}),
+            ([*control, "--mask", "box:90,0,20,10"], "request.boxes", {"field": "mask"}),
+            ([*control, "--outpaint", "1,2"], "request.sides", {"field": "outpaint"}),
+            (["--outpaint", "10"], "control.outpaint_alone", {"field": "outpaint"}),
+            (["--extend", str(clip), "--extend-frames", "13"], "source.extend_frames", {"frames": 12}),
+            (["--extend", str(clip), "--frames", "9"], "planner.no_new_frames", {"given": 9, "able": 13}),
+            (["--join", str(clip)], "source.join_alone", {"field": "join"}),
             (["--preprocess", "edges"], "control.preprocess_alone", {"field": "preprocess"}),
             ([*control, "--preprocess", "depth"], "request.not_a_choice", {"field": "preprocess"}),
             ([*control, "--control-scale", "1,2,3"], "control.scales", {"field": "control_scale", "blocks": 2}),
@@ -234,6 +241,12 @@ def test_control_videos_are_refused_planned_and_followed(
     named = ["--control", job.request["control"], "--mask", job.request["mask"]]
     again = answered(["generate", "a boat", *named, *arguments[5:]], capsys)
     assert again["request"] == saved_video["request"] and Path(again["video"]).is_file()
+    boxes = ["--control", job.request["control"], "--mask", "box:0,0,50,50+50,50,50,50", "--outpaint", "0,0,50,0"]
+    with_boxes = answered(["generate", "a boat", *boxes, "--last-image", image, *SMALL], capsys)
+    assert with_boxes["request"]["mask"] == boxes[3] and with_boxes["request"]["outpaint"] == [0, 0, 50, 0]
+    extended = ["--extend", with_boxes["video"], "--extend-frames", "3", "--join", again["video"], "--frames", "9"]
+    joined = answered(["generate", "a boat", *extended, "--steps", "1", "--guidance", "1"], capsys)
+    assert [part["frames"] for part in joined["plan"]["parts"]] == [13, 3, 13]
 
 
 def test_a_video_is_refused_planned_and_changed(

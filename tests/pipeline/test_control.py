@@ -181,6 +181,9 @@ def test_frames_one_by_one_are_those_of_the_job(tiny: Tiny, tmp_path: Path) -> N
         (("control",), {"control_start": 0.5, "preprocess": "gray"}),
         (("control", "mask"), {"preprocess": "edges", "image_position": 30, "width": 32}),
         (("control",), {"mask": str(still), "preprocess": "edges"}),
+        (("control",), {"mask": "box:10,20,30,40+60,50,40,50", "preprocess": "scribble"}),
+        (("control",), {"outpaint": [50, 0, 25, 100]}),
+        (("control", "mask"), {"outpaint": 30, "preprocess": "gray"}),
     ):
         plan = planned(spec, tmp_path, *inputs, **values).plan
         clip = control_clip(plan)

@@ -221,6 +221,13 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
     steering = {"video_url": f"data:video/mp4;base64,{base64.b64encode(clip.read_bytes()).decode()}"}
     made = create(http, None, **fields, control=steering, references=[picture, picture], control_scale=0.5)
     http.delete(f"v1/videos/{made['id']}")
+    made = create(http, None, **fields, control=steering, mask="box:10,20,30,40", outpaint=[25, 0, 25, 0])
+    http.delete(f"v1/videos/{made['id']}")
+    form = {**fields, "mask": "box:10,20,30,40", "outpaint": "25, 0, 25, 0"}
+    answer = http.post("v1/videos", data=form, files=[("control", video)])
+    assert answer.status_code == 200, answer.text
+    http.delete(f"v1/videos/{answer.json()['id']}")
+    unreadable = {"video_url": "data:video/mp4;base64,AAAA"}
     # A mask may be an image that holds for all frames.
     made = create(http, None, **fields, control=steering, mask=picture)
     http.delete(f"v1/videos/{made['id']}")
@@ -242,8 +249,15 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
         ({"control_scale": [1, 2, 3]}, "control_scale", "control.scales"),
         ({"control_scale": "much"}, "control_scale", "request.not_numbers"),
         ({"control": steering, "model": "diorama"}, "control", "control.model_without"),
+        # Before the file is read.
+        ({"control": unreadable, "model": "diorama"}, "control", "control.model_without"),
+        ({"video": unreadable}, "video", "source.model_without"),
+        ({"join": unreadable}, "join", "source.join_alone"),
+        ({"control": steering, "mask": "box:0,0,0,0"}, "mask", "request.boxes"),
+        ({"mask": "box:0,0,50,50"}, "mask", "control.mask_alone"),
+        ({"control": "box:0,0,50,50"}, "control", "server.api_video"),
+        ({"control": steering, "outpaint": [1, 2]}, "outpaint", "request.sides"),
         ({"video": steering}, "video", "source.model_without"),
-        ({"gpus": 2}, "gpus", "family.option_unsupported"),
     ):
         refused = http.post("v1/videos", json={**fields, **values})
         error = refused.json()["error"]
@@ -269,7 +283,8 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
         ({"image": f"sha256:{'0' * 64}/a.png"}, 400, "image", "server.api_image"),
         ({"input_reference": {"image_url": "http://127.0.0.1/a.png"}}, 400, "input_reference", "server.api_image"),
         ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "server.api_image"),
-        ({"input_reference": {"image_url": "data:image/png;base64,AAAA"}}, 400, "image", "image.format_unknown"),
+        ({"image": {"image_url": "data:image/png;base64,AAAA"}, "model": "diorama"}, 400, "image", "image.format_unknown"),
+        ({"input_reference": {"image_url": "data:image/png;base64,AAAA"}}, 400, "image", "image.model_without"),
         ({"video": "/etc/passwd"}, 400, "video", "server.api_video"),
         ({"video": f"sha256:{'0' * 64}/a.mp4"}, 400, "video", "server.api_video"),
         ({"video": {"video_url": "http://127.0.0.1/a.mp4"}}, 400, "video", "server.api_video"),
