@@ -246,7 +246,7 @@ def test_control_videos_are_refused_planned_and_followed(
     assert with_boxes["request"]["mask"] == boxes[3] and with_boxes["request"]["outpaint"] == [0, 0, 50, 0]
     extended = ["--extend", with_boxes["video"], "--extend-frames", "3", "--join", again["video"], "--frames", "9"]
     joined = answered(["generate", "a boat", *extended, "--steps", "1", "--guidance", "1"], capsys)
-    assert [part["frames"] for part in joined["plan"]["parts"]] == [13, 3, 13]
+    assert [part["frames"] for part in joined["plan"]["parts"]] == [5, 3, 5]
 
 
 def test_a_video_is_refused_planned_and_changed(
