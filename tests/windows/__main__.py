@@ -26,7 +26,7 @@ TANDEM = r"C:\Tandem"
 TANDEM_PYTHON = TANDEM + r"\.venv\Scripts\python.exe"
 # Wine's own, of which the prefix gets a changed copy.
 WINES_UCRTBASE = Path("/usr/lib/x86_64-linux-gnu/wine/x86_64-windows/ucrtbase.dll")
-TERMINAL_CODES = re.compile(rb"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07)")
+TERMINAL_CODES = re.compile(rb"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07\x1b]*(\x07|\x1b\\))")
 # Wine 8 has no CopyFile2, and ends a process that calls it.
 SITE = """
 import _winapi

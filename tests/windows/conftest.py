@@ -56,7 +56,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _cell(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return ascii(text)[1:-1] if len(text) <= _WIDTH else f"{ascii(text)[1 : _WIDTH - 2]}…"
+    return ascii(text)[1:-1] if len(text) <= _WIDTH else f"{ascii(text)[1 : _WIDTH - 2]}..."
 
 
 @pytest.fixture
