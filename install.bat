@@ -12,8 +12,7 @@ setlocal EnableExtensions DisableDelayedExpansion
 
 set "HELPER=%~dp0tools\setup_env.py"
 set "OWN=%~dp0.venv\Scripts\python.exe"
-rem Ends with 10, which no other program does by chance.
-set "PROBE=import sys, ensurepip, venv; sys.exit(10 if (3, 10) <= sys.version_info[:2] <= (3, 13) and sys.maxsize > 2**32 else 1)"
+set "PROBE=import sys, ensurepip, venv; sys.exit(not ((3, 10) <= sys.version_info[:2] <= (3, 13) and sys.maxsize > 2**32))"
 set "PY="
 
 if defined TANDEM_PYTHON goto named
@@ -51,16 +50,16 @@ exit /b %CODE%
 rem Paths are not passed to labels as arguments: "call" would drop "%" and double "^" in them.
 :try_own
 "%OWN%" -I -c "%PROBE%" >nul 2>nul
-if "%ERRORLEVEL%"=="10" set PY="%OWN%"
+if "%ERRORLEVEL%"=="0" set PY="%OWN%"
 exit /b 0
 
 :try_named
 "%NAMED%" -I -c "%PROBE%" >nul 2>nul
-if "%ERRORLEVEL%"=="10" set PY="%NAMED%"
+if "%ERRORLEVEL%"=="0" set PY="%NAMED%"
 exit /b 0
 
 rem "call", because pyenv's python is a batch file, which would not return.
 :search
 call %* -I -c "%PROBE%" >nul 2>nul
-if "%ERRORLEVEL%"=="10" set PY=%*
+if "%ERRORLEVEL%"=="0" set PY=%*
 exit /b 0

@@ -18,8 +18,11 @@ _OLD_SECONDS = 3600.0
 # On Windows, how long to wait for a file that is open elsewhere before it is replaced: programs that read settings, and
 # virus scanners, have files open for milliseconds.
 _OPEN_SECONDS, _POLL_SECONDS = 2.0, 0.02
-# Names of devices on Windows, with any ending.
-_DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *([.:].*)?", re.IGNORECASE)
+# Names of devices on Windows, with any ending, and names with characters that it does not allow. A colon is among them:
+# the data would go to a stream of the file that is named before it.
+_NO_FILE = re.compile(
+    r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\..*)?|.*[\x00-\x1f<>:\"|?*].*", re.IGNORECASE | re.DOTALL
+)
 
 # The umask that this process was started with, once it has another one.
 _users_umask: list[int] = []
@@ -95,8 +98,8 @@ def move_over(source: Path, target: Path) -> None:
 
 
 def is_no_file_on_windows(name: str) -> bool:
-    """Return whether Windows takes a file's name for a device ("con.mp4") or a stream of another file ("a: b.mp4")."""
-    return ":" in name or _DEVICE.fullmatch(name) is not None
+    """Return whether Windows allows no file of this name: "con.mp4" is a device, and "?" is not allowed."""
+    return _NO_FILE.fullmatch(name) is not None
 
 
 def sync_folder(folder: Path) -> None:

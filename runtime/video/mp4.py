@@ -494,13 +494,13 @@ def check_writable(path: Path) -> None:
     Raises:
         OutputError: if its folder is missing or not writable, it is something else than a file, or no name of one.
     """
+    if sys.platform == "win32" and is_no_file_on_windows(path.name):
+        raise OutputError("video.no_file_name", file=path.name)
     try:
         if not path.parent.is_dir():
             raise OutputError("video.folder_missing", folder=path.parent)
         if path.exists() and not path.is_file():
             raise OutputError("video.not_a_file", file=path)
-        if sys.platform == "win32" and is_no_file_on_windows(path.name):
-            raise OutputError("video.no_file_name", file=path.name)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except (OSError, ValueError) as error:

@@ -62,7 +62,18 @@ def test_a_file_that_another_program_reads_is_replaced_after_that(tmp_path: Path
 
 def test_names_that_are_no_files_on_windows(subtests: pytest.Subtests) -> None:
     names = {
-        True: ("con", "CON.mp4", "nul.tar.gz", "com1.mp4", "LPT\u00b9.txt", "aux .mp4", "a: b.mp4", "conout$"),
+        True: (
+            "con",
+            "CON.mp4",
+            "nul.tar.gz",
+            "com1.mp4",
+            "LPT\u00b9.txt",
+            "aux .mp4",
+            "a: b.mp4",
+            "conout$",
+            "what?.mp4",
+            "a\nb.mp4",
+        ),
         False: ("console.mp4", "com.mp4", "com10.mp4", "a con.mp4", "null.mp4", ".mp4", "\u7ea2\u8239.mp4"),
     }
     for expected, tried in names.items():

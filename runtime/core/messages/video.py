@@ -132,8 +132,8 @@ MESSAGES: Mapping[str, Message] = {
     "video.folder_missing": Message("The folder {folder} does not exist.", "Create it first, or choose another one."),
     "video.not_a_file": Message("{file} is not a regular file, so it cannot be replaced.", "Choose another file name."),
     "video.no_file_name": Message(
-        "{file} is no name of a file on Windows, where names such as con and nul are devices, and no name has a colon.",
-        "Choose another file name.",
+        "Windows allows no file named {file}.",
+        'Choose another name, without < > : " | ? * and not that of a device, such as con or nul.',
     ),
     "video.disk_full": Message("The disk is full: {file} was not saved.", "Free some disk space and try again."),
     "video.disk_too_small": Message(
