@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
+import httpx2
 import pytest
 
 from runtime.core.request import FIELDS, MAX_REFERENCES
@@ -28,7 +29,6 @@ pytest.importorskip("mcp_types", reason="needs version 2 of the package mcp")
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.shared.exceptions import MCPError
 
 from runtime.server.mcp.schemas import WAIT_FIELD
@@ -50,7 +50,7 @@ def talk(server: App, use: Callable[[Client], Awaitable[Any]], *, key: str = "",
 
     async def connected() -> Any:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with create_mcp_http_client(headers=headers) as http:
+        async with httpx2.AsyncClient(headers=headers, timeout=60) as http:
             transport = streamable_http_client(f"{server.url}mcp", http_client=http)
             async with Client(transport, mode=mode) as client:
                 return await use(client)
