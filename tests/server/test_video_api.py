@@ -243,7 +243,6 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
         ({"control_scale": "much"}, "control_scale", "request.not_numbers"),
         ({"control": steering, "model": "diorama"}, "control", "control.model_without"),
         ({"video": steering}, "video", "source.model_without"),
-        ({"gpus": 2}, "gpus", "family.option_unsupported"),
     ):
         refused = http.post("v1/videos", json={**fields, **values})
         error = refused.json()["error"]
