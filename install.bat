@@ -16,28 +16,29 @@ set "PROBE=import sys, ensurepip, venv; sys.exit(not ((3, 10) <= sys.version_inf
 set "PY="
 
 if defined TANDEM_PYTHON goto named
-if exist "%~dp0.venv\tandem-install.json" call :consider "%OWN%"
-for %%V in (3.11 3.12 3.13 3.10) do if not defined PY call :consider py -%%V
-if not defined PY call :consider python
-if not defined PY call :consider python3
+if exist "%~dp0.venv\tandem-install.json" call :try_own
+for %%V in (3.11 3.12 3.13 3.10) do if not defined PY call :search py -%%V
+if not defined PY call :search python
+if not defined PY call :search python3
 if defined PY goto start
-echo Tandem setup: no 64-bit Python 3.10 to 3.13 was found; the py launcher knows of: 1>&2
-py -0 1>&2
+echo Tandem setup: no 64-bit Python 3.10 to 3.13 was found 1>&2
 echo Tandem setup: install Python 3.11 from https://www.python.org/downloads/windows/ and run the same command again 1>&2
 set "CODE=2"
 goto end
 
 :named
-call :consider "%TANDEM_PYTHON%"
+rem The value may be in quotes.
+set "NAMED=%TANDEM_PYTHON:"=%"
+call :try_named
 if defined PY goto start
-echo Tandem setup: TANDEM_PYTHON is no 64-bit Python 3.10 to 3.13 that runs: "%TANDEM_PYTHON%" 1>&2
+echo Tandem setup: TANDEM_PYTHON is no 64-bit Python 3.10 to 3.13 that runs: "%NAMED%" 1>&2
 echo Tandem setup: set it to one, or unset it to search for one 1>&2
 set "CODE=2"
 goto end
 
 :start
-rem How messages name this script, so that their commands can be pasted.
-set TANDEM_PROGRAM=%0
+rem How messages name this script, so that their commands can be pasted. In quotes, because folders may have "&" and "(".
+set "TANDEM_PROGRAM=%~0"
 %PY% -I -S "%HELPER%" %*
 set "CODE=%ERRORLEVEL%"
 
@@ -46,7 +47,19 @@ rem Started by a double click, the window would close on what went wrong.
 if not "%CODE%"=="0" if "%~1"=="" pause
 exit /b %CODE%
 
-:consider
-%* -I -c "%PROBE%" >nul 2>nul
+rem Paths are not passed to labels as arguments: "call" would drop "%" and double "^" in them.
+:try_own
+"%OWN%" -I -c "%PROBE%" >nul 2>nul
+if "%ERRORLEVEL%"=="0" set PY="%OWN%"
+exit /b 0
+
+:try_named
+"%NAMED%" -I -c "%PROBE%" >nul 2>nul
+if "%ERRORLEVEL%"=="0" set PY="%NAMED%"
+exit /b 0
+
+rem "call", because pyenv's python is a batch file, which would not return.
+:search
+call %* -I -c "%PROBE%" >nul 2>nul
 if "%ERRORLEVEL%"=="0" set PY=%*
 exit /b 0

@@ -1,6 +1,7 @@
 """What may stand in the place of a file that is read without trust."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def _large(path: Path) -> None:
 
 
 HOSTILE: dict[str, Callable[[Path], object]] = {
-    "fifo": os.mkfifo,
+    **({"fifo": os.mkfifo} if sys.platform != "win32" else {}),
     "device": lambda path: path.symlink_to("/dev/zero"),
     "folder": lambda path: path.mkdir(),
     "deep": lambda path: path.write_bytes(DEEP),

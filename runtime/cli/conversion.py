@@ -43,7 +43,10 @@ def read_path(field: str, text: str, problem: str) -> Path:
     """
     if not text.strip() or not text.isprintable():
         raise InvalidRequestError(field, problem)
-    return Path(text).expanduser().resolve()
+    try:
+        return Path(text).expanduser().resolve()
+    except (OSError, RuntimeError) as error:  # no such user's home, links in a circle, a device on Windows
+        raise InvalidRequestError(field, problem) from error
 
 
 def read_output(out: str | None, name: str, outputs_dir: Path) -> Path:

@@ -1,6 +1,5 @@
 """`models list`, `show`, `download` and `verify`: print the result and return it for `--json`."""
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
-from runtime.core.environment import program
+from runtime.core.environment import program, quoted
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.facts import Fact, cut, render, short
 from runtime.core.request import UPSCALER
@@ -368,7 +367,7 @@ def _print_verified(verification: Verification) -> None:
         return
     for difference in verification.differences.values():
         terminal.result(f"{name}: {render(difference).what}")
-    again = f"`{program()} models download {shlex.quote(verification.manifest.repository)}`"
+    again = f"`{program()} models download {quoted(verification.manifest.repository)}`"
     terminal.warning(f"{len(verification.differences)} of {count} files are wrong. Download them again: {again}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-# Set by the installer: how the user started it, quoted for a shell.
+# Set by the installer: how the user started it; by install.sh quoted for a shell.
 _PROGRAM_VARIABLE = "TANDEM_PROGRAM"
 _ROOT = Path(__file__).parents[2]
 _INSTALLER = "install.bat" if sys.platform == "win32" else "install.sh"
@@ -24,6 +24,8 @@ _OF_PYTHON = (
     *("PYTHONOPTIMIZE", "PYTHONINSPECT", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONDEBUG", "PYTHONVERBOSE"),
     *("PYTHONPROFILEIMPORTTIME", "PYTHONTRACEMALLOC", "PYTHONASYNCIODEBUG", "PYTHONSAFEPATH", "PYTHONBREAKPOINT"),
 )
+# cmd splits words at other characters, also at "=", "," and ";".
+_PLAIN_IN_CMD = re.compile(r"[\w.:\\/+@-]+")
 _SHORT_FLAGS = re.compile(r"-[bBdEhiIOPqRsSuvVx?]+")
 
 _THRESHOLDS = gc.get_threshold()
@@ -85,22 +87,34 @@ def collect_garbage_as_usual() -> None:
 
 def program() -> str:
     """Return how the user started Tandem, for commands to paste: "./install.sh", ".venv/bin/python app.py"."""
-    command = os.environ.get(_PROGRAM_VARIABLE)
+    command = _started_by_installer()
     if command:
         return command
     if Path(sys.argv[0]).name == "app.py":
-        return shlex.join(sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1])
+        return " ".join(map(quoted, sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]))
     return installer()
 
 
 def installer() -> str:
     """Return the command that starts the installer, for commands to paste."""
-    command = os.environ.get(_PROGRAM_VARIABLE)
+    command = _started_by_installer()
     if command:
         return command
+    if sys.platform != "win32" and Path.cwd() == _ROOT:
+        return f"./{_INSTALLER}"
+    return quoted(str(_ROOT / _INSTALLER))
+
+
+def _started_by_installer() -> str:
+    command = os.environ.get(_PROGRAM_VARIABLE, "")
+    return quoted(command) if command and sys.platform == "win32" else command
+
+
+def quoted(word: str) -> str:
+    """Return a word of a command as it is typed in a POSIX shell, or in cmd, which knows double quotes only."""
     if sys.platform == "win32":
-        return f'"{_ROOT / _INSTALLER}"'
-    return f"./{_INSTALLER}" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / _INSTALLER))
+        return word if _PLAIN_IN_CMD.fullmatch(word) else f'"{word}"'
+    return shlex.quote(word)
 
 
 @contextmanager

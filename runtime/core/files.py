@@ -5,7 +5,9 @@ Readers see the old or the new content, and a full disk leaves no part behind.
 
 import contextlib
 import os
+import re
 import secrets
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +15,14 @@ from pathlib import Path
 _SUFFIX = ".tmp"
 # Partial files of this age were left by killed processes.
 _OLD_SECONDS = 3600.0
+# On Windows, how long to wait for a file that is open elsewhere before it is replaced: programs that read settings, and
+# virus scanners, have files open for milliseconds.
+_OPEN_SECONDS, _POLL_SECONDS = 2.0, 0.02
+# Names of devices on Windows, with any ending, and names with characters that it does not allow. A colon is among them:
+# the data would go to a stream of the file that is named before it.
+_NO_FILE = re.compile(
+    r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\..*)?|.*[\x00-\x1f<>:\"|?*].*", re.IGNORECASE | re.DOTALL
+)
 
 # The umask that this process was started with, once it has another one.
 _users_umask: list[int] = []
@@ -50,7 +60,7 @@ def replace_file(path: Path, data: bytes | Iterable[bytes], *, sync: bool = Fals
         sync: whether the content is on the disk when this returns.
 
     Raises:
-        OSError: if it cannot be written; the old file stays, and nothing else is left.
+        OSError: as `move_over`, or if it cannot be written; the old file stays, and nothing else is left.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_SUFFIX}")
     try:
@@ -60,11 +70,36 @@ def replace_file(path: Path, data: bytes | Iterable[bytes], *, sync: bool = Fals
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        partial.replace(path)
+        move_over(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def move_over(source: Path, target: Path) -> None:
+    """Rename a file or folder, also over an existing one.
+
+    On Windows, wait for up to two seconds while another program has the existing one open.
+
+    Raises:
+        OSError: if it cannot be renamed; both files stay.
+    """
+    end = time.monotonic() + _OPEN_SECONDS
+    while True:
+        try:
+            source.replace(target)
+            return
+        except PermissionError:
+            if sys.platform == "win32" and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS)
+            else:
+                raise
+
+
+def is_no_file_on_windows(name: str) -> bool:
+    """Return whether Windows allows no file of this name: "con.mp4" is a device, and "?" is not allowed."""
+    return _NO_FILE.fullmatch(name) is not None
 
 
 def sync_folder(folder: Path) -> None:

@@ -85,8 +85,13 @@ def raise_open_files() -> int | None:
 
 
 def lead_own_group() -> None:
-    """Make this process the leader of a new process group: Ctrl-C in the terminal does not reach it."""
-    if sys.platform != "win32":
+    """Make this process the leader of a new process group: Ctrl-C in the terminal does not reach it.
+
+    On Windows Ctrl-C reaches all processes of a console; this one ignores it. Call in the main thread.
+    """
+    if sys.platform == "win32":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
         os.setsid()
 
 

@@ -1,7 +1,6 @@
 """The checks of the `doctor` command: what this machine has, what is missing, and a fix for each problem."""
 
 import platform
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from runtime.core.disk_caches import COMPILED, DISK_CACHES, LATENT_COLORS, QUANTIZED, bytes_in
+from runtime.core.environment import quoted
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, render
 from runtime.machine.compatibility import compiler_problem, cuda_problem, tensorrt_rtx_problem, torch_tensorrt_problem
@@ -177,7 +177,7 @@ def _installed(package: Package, version: str, machine: Machine) -> Finding:
     problem = import_problem(package)
     if problem is not None:
         release, _ = installed_as(package) or (package.distributions[0], version)
-        reinstall = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall {release}=={version}"
+        reinstall = f"{quoted(sys.executable)} -m pip install --force-reinstall {release}=={version}"
         data = {"version": version, "cause": problem, "reinstall": reinstall}
         return Finding(package.title, "note", Fact("doctor.package_unusable", data))
     mismatch = torch_tensorrt_problem(machine) if package.name == "torch-tensorrt" else _mismatch(package, machine)
@@ -192,4 +192,4 @@ def _mismatch(package: Package, machine: Machine) -> Fact | None:
 
 
 def _pip_command(package: Package) -> str:
-    return f"{shlex.quote(sys.executable)} -m pip install {package.distributions[0]}"
+    return f"{quoted(sys.executable)} -m pip install {package.distributions[0]}"

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.core.errors import CheckpointError, ModelError, ran_out
 from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
-from runtime.core.files import sync_folder
+from runtime.core.files import move_over, sync_folder
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, OVERLAP
 from runtime.core.untrusted_files import parse_json
@@ -561,5 +561,5 @@ def _write(target: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    partial.replace(target)
+    move_over(partial, target)
     sync_folder(target.parent)

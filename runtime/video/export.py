@@ -22,7 +22,7 @@ from typing import Any, cast
 from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError, OutputError
 from runtime.core.facts import Fact, shortened
-from runtime.core.files import sync_folder
+from runtime.core.files import move_over, sync_folder
 from runtime.core.plan import default_crf
 from runtime.core.untrusted_files import open_file
 from runtime.video.export_formats import LAST_FRAME, MP4, ExportFormat
@@ -333,7 +333,7 @@ def export(plan: ExportPlan, output: Path, report: Report = no_report, check: Ca
             if result.is_file():
                 with result.open("r+b") as file:
                     os.fsync(file.fileno())
-            result.replace(output)
+            move_over(result, output)
             sync_folder(output.parent)
         except OSError as error:
             raise cannot_write(output, error) from error

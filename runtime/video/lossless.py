@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.core.errors import OutputError
-from runtime.core.files import sync_folder
+from runtime.core.files import move_over, sync_folder
 from runtime.video.mp4 import cannot_write, ffmpeg_error, find_ffmpeg
 
 _PARTIAL = ".tmp"
@@ -82,7 +82,7 @@ def feed_ffmpeg(target: Path, options: Sequence[str], data: Iterable[bytes | mem
         if sync:
             with partial.open("r+b") as file:
                 os.fsync(file.fileno())
-        partial.replace(target)
+        move_over(partial, target)
         if sync:
             sync_folder(target.parent)
     except OSError as error:

@@ -13,6 +13,7 @@ import queue
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -27,6 +28,7 @@ from typing_extensions import Self
 
 from runtime.core.cancel import never
 from runtime.core.errors import MachineError, OutputError
+from runtime.core.files import is_no_file_on_windows, move_over
 from runtime.core.locks import remove_scratch_folders, scratch_folder
 from runtime.core.plan import SoundFormat
 from runtime.core.untrusted_files import MAX_JSON_BYTES, open_file, parse_json
@@ -332,7 +334,7 @@ class VideoWriter:
             _run(command, self._target)
             with complete.open("r+b") as file:
                 os.fsync(file.fileno())
-            complete.replace(self._target)
+            move_over(complete, self._target)
         except OSError as error:
             raise cannot_write(self._target, error) from error
 
@@ -490,8 +492,10 @@ def check_writable(path: Path) -> None:
     """Check that a file can be written at `path`.
 
     Raises:
-        OutputError: if its folder is missing or not writable, or it is something else than a file.
+        OutputError: if its folder is missing or not writable, it is something else than a file, or no name of one.
     """
+    if sys.platform == "win32" and is_no_file_on_windows(path.name):
+        raise OutputError("video.no_file_name", file=path.name)
     try:
         if not path.parent.is_dir():
             raise OutputError("video.folder_missing", folder=path.parent)

@@ -121,6 +121,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_job_exists(
         (["--out", f"{tmp_path}/folder.mp4"], "video.not_a_file", {"file": f"{tmp_path}/folder.mp4"}),
         (["--out", ""], "cli.out_unreadable", {}),
         (["--out", f"{tmp_path}/a\nb.mp4"], "cli.out_unreadable", {}),
+        (["--out", "~no-such-user/x.mp4"], "cli.out_unreadable", {}),
         (["--out", "/proc/x.mp4"], "video.not_writable", {"file": "/proc/x.mp4"}),
         (["--out", "/dev/full"], "video.not_mp4", {"file": "/dev/full"}),
         (["--out", f"{tmp_path}/{'x' * 300}.mp4"], "video.not_writable", {}),

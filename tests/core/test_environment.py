@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.core.environment import environment_variables, limit_thread_spinning
+from runtime.core.environment import environment_variables, installer, limit_thread_spinning, program, quoted
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,3 +45,20 @@ def test_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError
     assert os.environ["TANDEM_TEST_SET"] == "before"
     assert "TANDEM_TEST_UNSET" not in os.environ
+
+
+def test_commands_to_paste_are_quoted_for_the_users_shell(
+    monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    folder = "C:\\Program Files (x86)\\a&b"
+    tables = {
+        "linux": {"plain/a.b": "plain/a.b", "a b": "'a b'", "a&b": "'a&b'", "it's": "'it'\"'\"'s'"},
+        "win32": {"C:\\a\\b.bat": "C:\\a\\b.bat", folder: f'"{folder}"', "it's": '"it\'s"', "a=b": '"a=b"', "": '""'},
+    }
+    for system, words in tables.items():
+        monkeypatch.setattr(sys, "platform", system)
+        for word, expected in words.items():
+            with subtests.test(msg=f"{system} {word}"):
+                assert quoted(word) == expected
+    monkeypatch.setenv("TANDEM_PROGRAM", f"{folder}\\install.bat")  # as install.bat sets it
+    assert program() == installer() == f'"{folder}\\install.bat"'

@@ -153,4 +153,4 @@ def test_an_unknown_code_is_rendered_with_its_data() -> None:
 
 def test_an_error_carries_code_and_data() -> None:
     error = TandemError("model.folder_missing", folder=Path("/x"))
-    assert (error.code, error.data) == ("model.folder_missing", {"folder": "/x"})
+    assert (error.code, error.data) == ("model.folder_missing", {"folder": str(Path("/x"))})

@@ -1,12 +1,13 @@
 """Files that are replaced as a whole: on a full disk, and after a kill."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from runtime.core.files import remove_partial_files, replace_file
+from runtime.core.files import is_no_file_on_windows, move_over, remove_partial_files, replace_file
 from tests.full_disk import fill
 
 
@@ -37,3 +38,45 @@ def test_only_old_partial_files_are_removed(tmp_path: Path) -> None:
     remove_partial_files(tmp_path)
     assert set(tmp_path.iterdir()) == {new, other}
     remove_partial_files(tmp_path / "missing")
+
+
+def test_a_file_that_another_program_reads_is_replaced_after_that(tmp_path: Path) -> None:
+    source, target = tmp_path / "new", tmp_path / "old"
+    source.write_bytes(b"new")
+    target.write_bytes(b"old")
+    opened = threading.Event()
+
+    def read() -> None:
+        with target.open("rb"):
+            opened.set()
+            time.sleep(0.3)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    opened.wait()
+    move_over(source, target)  # Windows refuses this while the file is open
+    reader.join()
+    assert target.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_names_that_are_no_files_on_windows(subtests: pytest.Subtests) -> None:
+    names = {
+        True: (
+            "con",
+            "CON.mp4",
+            "nul.tar.gz",
+            "com1.mp4",
+            "LPT\u00b9.txt",
+            "aux .mp4",
+            "a: b.mp4",
+            "conout$",
+            "what?.mp4",
+            "a\nb.mp4",
+        ),
+        False: ("console.mp4", "com.mp4", "com10.mp4", "a con.mp4", "null.mp4", ".mp4", "\u7ea2\u8239.mp4"),
+    }
+    for expected, tried in names.items():
+        for name in tried:
+            with subtests.test(msg=name):
+                assert is_no_file_on_windows(name) is expected

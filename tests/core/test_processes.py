@@ -43,3 +43,16 @@ def test_threads_share_a_heap_and_large_blocks_are_outside() -> None:
     (heaps, blocks), (default_heaps, default_blocks) = found("set"), found()
     assert heaps == 1 < default_heaps
     assert blocks > default_blocks
+
+
+def test_ctrl_c_does_not_reach_a_process_that_leads_its_group(subtests: pytest.Subtests) -> None:
+    code = (
+        "import os, signal, sys; from runtime.core.processes import lead_own_group\n"
+        "if sys.argv[1:]: sys.platform = sys.argv[1]\n"
+        "lead_own_group()\n"
+        "print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN or os.getpgid(0) == os.getpid())"
+    )
+    for system in [sys.platform, "win32"]:
+        with subtests.test(msg=system):
+            command = [sys.executable, "-c", code, system]
+            assert subprocess.run(command, capture_output=True, check=True, text=True).stdout == "True\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
+SCRIPT = "install.bat" if sys.platform == "win32" else "install.sh"
 
 # Prints its arguments and environment as JSON; "exit N", "read" and "wait" serve single tests.
 APP = """
@@ -64,18 +65,18 @@ class Repo:
     log: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.python = self.root / ".venv/bin/python"
+        self.python = self.root / (".venv/Scripts/python.exe" if sys.platform == "win32" else ".venv/bin/python")
         self.stamp = self.root / ".venv/tandem-install.json"
         self.log = self.root / ".venv/install.log"
 
     @property
     def command(self) -> str:
-        return str(self.root / "install.sh")
+        return str(self.root / SCRIPT)
 
     def run(
         self, *args: str | bytes, cwd: Path | None = None, stdin: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run install.sh."""
+        """Run the installer."""
         return subprocess.run(
             [self.command, *args],
             input=stdin,
@@ -135,10 +136,8 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo, "subprocess.CompletedProcess[str]"]:
-    """Set up a repository from another directory; return it with that run's result. Tests change copies of it."""
-    base = tmp_path_factory.mktemp("install")
+def make_repo(base: Path, environment: dict[str, str]) -> Repo:
+    """Return a repository whose installer was not run yet. `environment` is complete but for pip's variables."""
     wheels = base / "wheels"
     wheels.mkdir()
     make_wheel(wheels, "torch", "2.13.0+cpu", {"torch/__init__.py": ""})
@@ -146,24 +145,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo, "subproce
     make_wheel(wheels, "tinydep", "1.0", parts)
     make_wheel(wheels, "tinydep", "2.0", {"tinydep/__init__.py": "VERSION = 2"})
     make_wheel(wheels, "pytest", "9.0", {"pytest/__init__.py": "", "pytest/__main__.py": PYTEST})
-    path = path_of(base / "bin", ["bash", "env", "dirname", "readlink"])
-    (base / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
-    environment = {
-        "PATH": path,
-        "HOME": str(base),
-        "LANG": os.environ.get("LANG", "C.UTF-8"),
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": str(wheels),
-    }
-    repo = Repo(base / "a path, ünïcode" / "Tandem", environment)
+    pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+    repo = Repo(base / "a path, ünïcode" / "Tandem", environment | pip)
     (repo.root / "tools").mkdir(parents=True)
-    shutil.copy(REPO / "install.sh", repo.root)
+    shutil.copy(REPO / SCRIPT, repo.root)
     shutil.copy(REPO / "tools/setup_env.py", repo.root / "tools")
     repo.require("tinydep==1.0")
     (repo.root / "requirements-gpu.txt").write_text("a-package-that-is-not-there==1.0\n", "utf-8")
     (repo.root / "requirements-dev.txt").write_text("pytest==9.0\n", "utf-8")
     (repo.root / "app.py").write_text(APP, "utf-8")
+    return repo
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repo, "subprocess.CompletedProcess[str]"]:
+    """Set up a repository from another directory; return it with that run's result. Tests change copies of it."""
+    base = tmp_path_factory.mktemp("install")
+    path = path_of(base / "bin", ["bash", "env", "dirname", "readlink"])
+    (base / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    repo = make_repo(base, {"PATH": path, "HOME": str(base), "LANG": os.environ.get("LANG", "C.UTF-8")})
     return repo, repo.run("first", cwd=base)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
+import httpx2
 import pytest
 
 from runtime.core.request import FIELDS, MAX_REFERENCES
@@ -28,7 +29,6 @@ pytest.importorskip("mcp_types", reason="needs version 2 of the package mcp")
 from mcp.client import Client
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared._httpx_utils import create_mcp_http_client
 from mcp.shared.exceptions import MCPError
 
 from runtime.server.mcp.schemas import WAIT_FIELD
@@ -50,7 +50,7 @@ def talk(server: App, use: Callable[[Client], Awaitable[Any]], *, key: str = "",
 
     async def connected() -> Any:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with create_mcp_http_client(headers=headers) as http:
+        async with httpx2.AsyncClient(headers=headers, timeout=60) as http:
             transport = streamable_http_client(f"{server.url}mcp", http_client=http)
             async with Client(transport, mode=mode) as client:
                 return await use(client)
@@ -71,17 +71,18 @@ async def refusal(client: Client, tool: str, **arguments: Any) -> tuple[str, str
     result = await client.call_tool(tool, arguments)
     assert result.is_error, result.content
     error = result.structured_content["error"]
-    (text,) = result.content
+    (text,) = list[Any](result.content)
     assert text.text == error["message"] and "\n" not in text.text and "Traceback" not in text.text
     return error["code"], error.get("param")
 
 
 @pytest.mark.parametrize("mode", ["auto", "legacy"])
 def test_a_client_makes_follows_and_gets_a_video(server: App, mode: str) -> None:
-    progress: list[tuple[float, str | None]] = []
+    reported: list[tuple[float, str | None]] = []
 
-    async def note(done: float, _total: float | None, message: str | None) -> None:
-        progress.append((done, message))
+    async def note(progress: float, total: float | None, message: str | None) -> None:
+        assert total == 100
+        reported.append((progress, message))
 
     async def use(client: Client) -> None:
         plan = await call(client, "plan_video", **SMALL)
@@ -92,17 +93,17 @@ def test_a_client_makes_follows_and_gets_a_video(server: App, mode: str) -> None
             name: video[name] for name in ("size", "frames", "steps", "model")
         }
         assert plan["shortest"] <= plan["duration"] <= plan["longest"] and plan["memory_bytes"] > 0
-        numbers = [number for number, _ in progress]
-        assert numbers == sorted(set(numbers)) and all(message for _, message in progress)
+        numbers = [number for number, _ in reported]
+        assert numbers == sorted(set(numbers)) and all(message for _, message in reported)
         shown = await client.call_tool("get_video", {"id": video["id"]})
-        _, link, still = shown.content
+        _, link, still = list[Any](shown.content)
         assert (link.type, still.type, still.mime_type) == ("resource_link", "image", "image/webp")
         assert base64.b64decode(still.data)[8:12] == b"WEBP"
         # Not even the owner's path is told over HTTP.
         assert "path" not in shown.structured_content
         sent = httpx.get(shown.structured_content["url"])
         assert sent.headers["content-type"] == "video/mp4"
-        (resource,) = (await client.read_resource(link.uri)).contents
+        (resource,) = list[Any]((await client.read_resource(link.uri)).contents)
         assert base64.b64decode(resource.blob) == sent.content
         assert str(link.uri) in [str(entry.uri) for entry in (await client.list_resources()).resources]
         assert (await call(client, "list_videos", limit=1))["data"][0]["id"] == video["id"]
@@ -126,7 +127,8 @@ def test_every_field_of_a_request_is_an_argument(server: App) -> None:
             assert validator(schema).is_valid(SMALL) and not validator(schema).is_valid({"steps": 2})
         for tool in tools.values():
             validator.check_schema(tool.input_schema)
-        assert [name for name, tool in tools.items() if tool.annotations.destructive_hint] == ["delete_video"]
+        hints = {name: tool.annotations for name, tool in tools.items()}
+        assert [name for name, hint in hints.items() if hint and hint.destructive_hint] == ["delete_video"]
 
     talk(server, use)
 

@@ -131,6 +131,10 @@ MESSAGES: Mapping[str, Message] = {
     "video.not_mp4": Message("{file} does not end in .mp4.", "Give the video a name that ends in .mp4."),
     "video.folder_missing": Message("The folder {folder} does not exist.", "Create it first, or choose another one."),
     "video.not_a_file": Message("{file} is not a regular file, so it cannot be replaced.", "Choose another file name."),
+    "video.no_file_name": Message(
+        "Windows allows no file named {file}.",
+        'Choose another name, without < > : " | ? * and not that of a device, such as con or nul.',
+    ),
     "video.disk_full": Message("The disk is full: {file} was not saved.", "Free some disk space and try again."),
     "video.disk_too_small": Message(
         "Saving the video in {folder} needs about {needs:bytes} of disk space; {free:bytes} are free.",

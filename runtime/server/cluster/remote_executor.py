@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from runtime.core.errors import OutputError
 from runtime.core.events import Event, Failed, FramesDecoded, Planned, StepDone, TerminalEvent, VideoSaved
 from runtime.core.facts import Fact
+from runtime.core.files import move_over
 from runtime.core.plan import plain_output
 from runtime.core.request import CONTROL_VIDEOS
 from runtime.queue.executors import after_full_disk, await_disk
@@ -305,7 +306,7 @@ class _Receiver:
                 return
             transfer.complete(part_file, value[1])
             with self._holding():
-                part_file.replace(target)
+                move_over(part_file, target)
             self._has_video = self._has_video or name == transfer.VIDEO
         except OSError as error:
             raise cannot_write(target, error) from error

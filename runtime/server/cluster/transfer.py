@@ -11,6 +11,7 @@ from pathlib import Path
 from runtime.core.cancel import never
 from runtime.core.digests import file_digests, sha256
 from runtime.core.errors import ModelError, OutputError
+from runtime.core.files import move_over
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import plain_output
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
@@ -188,7 +189,7 @@ def complete(target: Path, digest: str) -> None:
     try:
         if sha256(path) != digest:
             raise OutputError("server.cluster_file_damaged", name=target.name)
-        path.replace(target)
+        move_over(path, target)
     finally:
         path.unlink(missing_ok=True)
 
