@@ -266,6 +266,7 @@ def test_control_videos_and_references_in_a_form_or_as_data_urls_steer(http: htt
 
 def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -> None:
     """What the API itself reads, and one value for each rule of requests, plans and models."""
+    damaged = {"image_url": "data:image/png;base64,AAAA"}
     for values, status, param, code in (
         ({"prompt": ""}, 400, "prompt", "request.prompt_empty"),
         ({"prompt": None}, 400, "prompt", "request.not_text"),
@@ -283,8 +284,8 @@ def test_bad_values_are_refused(http: httpx.Client, subtests: pytest.Subtests) -
         ({"image": f"sha256:{'0' * 64}/a.png"}, 400, "image", "server.api_image"),
         ({"input_reference": {"image_url": "http://127.0.0.1/a.png"}}, 400, "input_reference", "server.api_image"),
         ({"input_reference": {"file_id": "file-1"}}, 400, "input_reference", "server.api_image"),
-        ({"image": {"image_url": "data:image/png;base64,AAAA"}, "model": "diorama"}, 400, "image", "image.format_unknown"),
-        ({"input_reference": {"image_url": "data:image/png;base64,AAAA"}}, 400, "image", "image.model_without"),
+        ({"model": "diorama", "image": damaged}, 400, "image", "image.format_unknown"),
+        ({"input_reference": damaged}, 400, "image", "image.model_without"),
         ({"video": "/etc/passwd"}, 400, "video", "server.api_video"),
         ({"video": f"sha256:{'0' * 64}/a.mp4"}, 400, "video", "server.api_video"),
         ({"video": {"video_url": "http://127.0.0.1/a.mp4"}}, 400, "video", "server.api_video"),
