@@ -63,10 +63,11 @@ def test_a_model_has_the_places_that_it_needs(tiny: Callable[[str], ModelSpec]) 
         assert "required" not in made and ('id="keyframe-seconds"' in made) == bool(further)
     steered = tiny("wan2.1-vace")
     everything, visitors = places_html(steered, {}), places_html(steered, {}, videos=False)
-    assert re.findall('data-place="([a-z]+)"', everything) == ["control", "mask", "references"]
-    assert everything.count('accept="video/*,.mkv') == 2 and 'id="control-scale"' in everything
+    starts, videos = ["image", "last_image"], ["extend", "join", "control", "mask"]
+    assert re.findall('data-place="([a-z_]+)"', everything) == [*starts, *videos, "references"]
+    assert everything.count('accept="video/*,.mkv') == 3 and 'id="control-scale"' in everything
     assert re.findall('option value="([a-z]+)"', everything) == [*PREPROCESSING]
-    assert re.findall('data-place="([a-z]+)"', visitors) == ["references"]
+    assert re.findall('data-place="([a-z_]+)"', visitors) == [*starts, "references"]
     assert 'id="control-scale"' not in places_html(tiny("wan2.1"), {})
     animated = places_html(tiny(ANIMATE), {"a": tiny(ANIMATE)})
     assert re.findall('data-place="([a-z]+)"', animated) == ["image", "control", "face", "background", "mask"]
