@@ -735,19 +735,15 @@ UNCOVERED = """() => {
 }"""
 
 
-def test_the_page_fits_every_width_in_both_color_schemes(open_page: OpenPage, subtests: pytest.Subtests) -> None:
-    page = open_page(SMALL, color_scheme="dark")
-    for viewport, scheme in ((SMALL, "dark"), (PHONE, "light"), (DESKTOP, "light")):
-        with subtests.test(width=viewport["width"]):
-            fits(page, viewport, scheme)
-
-
-def fits(page: Any, viewport: dict[str, int], scheme: str) -> None:
-    """Check that nothing reaches beyond the window or is hidden by the bar, in a color scheme and the other one."""
-    page.set_viewport_size(viewport)
-    page.emulate_media(color_scheme=scheme)
-    if page.is_visible("[data-close-advanced]"):
-        page.click("[data-close-advanced]")
+@pytest.mark.parametrize(
+    ("viewport", "scheme"),
+    [(SMALL, "dark"), (PHONE, "light"), (DESKTOP, "light")],
+    ids=["small", "phone", "desktop"],
+)
+def test_the_page_fits_every_width_in_both_color_schemes(
+    open_page: OpenPage, viewport: dict[str, int], scheme: str
+) -> None:
+    page = open_page(viewport, color_scheme=scheme)
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     edges = "['#open-settings', '#top header'].map((one) => document.querySelector(one).getBoundingClientRect().right)"
     button, header = page.evaluate(f"() => {edges}")
@@ -776,7 +772,6 @@ def fits(page: Any, viewport: dict[str, int], scheme: str) -> None:
     assert page.evaluate(CUT_OFF) == []
     page.check("#settings-sheet [name=theme][value=system]")
     page.wait_for_function(f"() => document.body.classList.contains('dark') === {str(scheme == 'dark').lower()}")
-    page.keyboard.press("Escape")
 
 
 def test_the_layout_is_stable_when_a_job_starts_and_ends(open_page: OpenPage) -> None:
