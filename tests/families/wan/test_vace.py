@@ -104,7 +104,8 @@ def test_the_specification_of_a_folder(tiny: Tiny) -> None:
         assert spec.blocks == 6 and spec.control_input.scales((0.5,)) == (0.5, 0.5)
         assert spec.programs[VAE_ENCODER] == spec.programs["transformer"] == ()
         assert spec.block_programs == tiny("wan2.1").block_programs != ()
-        assert spec.image_input is None and spec.video_input is None and not spec.unsupported
+        assert spec.image_input is not None and spec.image_input.kind == "control"
+        assert spec.video_input is None and not spec.unsupported
         assert VAE_ENCODER in spec.for_text().programs
         module = reference(spec)
         assert spec.parameters["transformer"] == sum(parameter.numel() for parameter in module.parameters())
