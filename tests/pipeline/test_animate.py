@@ -19,7 +19,6 @@ from runtime.core.events import (
     Failed,
     FramesDecoded,
     Paused,
-    Resumed,
     SectionDone,
     StageStarted,
     StepDone,
@@ -37,6 +36,7 @@ from runtime.planner.clip import check_size
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.killing import killed
+from tests.pipeline.test_control import assert_survives_pauses_and_a_kill
 from tests.pipeline.test_from_video import Clip, final_latents, starve_encoding
 from tests.pipeline.test_out_of_memory import outs
 from tests.pipeline.test_resume import run, steps_of
@@ -203,20 +203,7 @@ def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, s
     request = GenerationRequest.from_mapping(metadata["request"])
     again = with_inputs(tiny(ANIMATE), request, tmp_path, tmp_path)
     assert all(getattr(again, name) == getattr(spec, name) for name in ("image", *REPLACE))
-    plan.output.unlink()
-    for stop in (
-        lambda event: isinstance(event, StageStarted) and event.part == "vae_encoder",
-        lambda event: isinstance(event, StepDone) and event.step == 1,
-    ):
-        assert isinstance(run(plan, spec, tmp_path / "paused", stop=stop)[-1], Paused)
-    events = run(plan, spec, tmp_path / "paused")
-    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
-    assert Resumed(step=1, of=3) in events and steps_of(events) == [2, 3]
-    assert "vae_encoder" not in {event.part for event in events if isinstance(event, StageStarted)}
-    plan.output.unlink()
-    assert killed(spec, plan, tmp_path / "killed", event="StepDone", count=2) == -9
-    events = run(plan, spec, tmp_path / "killed")
-    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+    assert_survives_pauses_and_a_kill(plan, spec, tmp_path, wanted)
 
 
 @pytest.mark.slow

@@ -106,6 +106,30 @@ def by_diffusers(clip: Clip) -> torch.Tensor:
 PATTERN = "testsrc=size"
 # A continuation has the size and the rate of its video.
 OF_CLIP: dict[str, Any] = dict.fromkeys(("width", "height", "fps"), "auto")
+
+
+def assert_survives_pauses_and_a_kill(plan: ExecutionPlan, spec: ModelSpec, folder: Path, wanted: bytes) -> None:
+    """Check that a made clip of 3 steps has the same frames after pauses in encoding and denoising, and after a kill.
+
+    Args:
+        wanted: the frames of the clip that the plan's output has.
+    """
+    plan.output.unlink()
+    for stop in (
+        lambda event: isinstance(event, StageStarted) and event.part == "vae_encoder",
+        lambda event: isinstance(event, StepDone) and event.step == 1,
+    ):
+        assert isinstance(run(plan, spec, folder / "paused", stop=stop)[-1], Paused)
+    events = run(plan, spec, folder / "paused")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+    assert Resumed(step=1, of=3) in events and steps_of(events) == [2, 3]
+    assert "vae_encoder" not in {event.part for event in events if isinstance(event, StageStarted)}
+    plan.output.unlink()
+    assert killed(spec, plan, folder / "killed", event="StepDone", count=2) == -9
+    events = run(plan, spec, folder / "killed")
+    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+
+
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "text only": ("wan2.1-vace", (), {}),
     "control": ("wan2.1-vace", ("control",), {}),
@@ -383,20 +407,7 @@ def test_a_job_resumes_and_survives_kills_after_its_files_are_gone(tiny: Tiny, t
     # The request of the result finds the copies.
     again = with_control(tiny("wan2.2-vace"), request, tmp_path, tmp_path)
     assert (again.control, again.mask, again.references) == (spec.control, spec.mask, spec.references)
-    plan.output.unlink()
-    for stop in (
-        lambda event: isinstance(event, StageStarted) and event.part == "vae_encoder",
-        lambda event: isinstance(event, StepDone) and event.step == 1,
-    ):
-        assert isinstance(run(plan, spec, tmp_path / "paused", stop=stop)[-1], Paused)
-    events = run(plan, spec, tmp_path / "paused")
-    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
-    assert Resumed(step=1, of=3) in events and steps_of(events) == [2, 3]
-    assert "vae_encoder" not in {event.part for event in events if isinstance(event, StageStarted)}
-    plan.output.unlink()
-    assert killed(spec, plan, tmp_path / "killed", event="StepDone", count=2) == -9
-    events = run(plan, spec, tmp_path / "killed")
-    assert isinstance(events[-1], VideoSaved) and frames_of(plan.output) == wanted
+    assert_survives_pauses_and_a_kill(plan, spec, tmp_path, wanted)
 
 
 @pytest.mark.slow

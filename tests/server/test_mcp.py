@@ -99,7 +99,7 @@ def test_a_client_makes_follows_and_gets_a_video(server: App, mode: str) -> None
         _, link, still = list[Any](shown.content)
         assert (link.type, still.type, still.mime_type) == ("resource_link", "image", "image/webp")
         assert base64.b64decode(still.data)[8:12] == b"WEBP"
-        # Not even the owner's path is told over HTTP.
+        # Answers over HTTP have no path, not even those to the owner.
         assert "path" not in shown.structured_content
         sent = httpx.get(shown.structured_content["url"])
         assert sent.headers["content-type"] == "video/mp4"

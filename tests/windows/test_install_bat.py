@@ -16,7 +16,7 @@ from tests.windows.conftest import WINE, Check
 # The base of the virtual environment that runs the tests.
 BASE = Path(sys.base_prefix)
 SYSTEM = str(Path(os.environ["SYSTEMROOT"]) / "system32") if sys.platform == "win32" else ""
-# What is left of the environment: what Windows itself needs, and no Python.
+# The variables that remain: those that Windows itself needs. None names a Python.
 KEPT = ("SYSTEMROOT", "SYSTEMDRIVE", "COMSPEC", "TEMP", "TMP", "USERPROFILE", "APPDATA", "LOCALAPPDATA", "WINEPREFIX")
 
 FOLDERS = (
