@@ -166,6 +166,39 @@ def save_gguf(
     return back(held)
 
 
+def save_comfy(
+    path: Path, state: State, layout: str, format_: str, *, in_metadata: bool = False, rotated: int = 0, **how: Any
+) -> State:
+    """Save as ComfyUI does, with comfy-kitchen's quantizers; return what comfy-kitchen dequantizes.
+
+    Args:
+        layout: comfy-kitchen's, such as "TensorWiseINT8Layout".
+        format_: what ComfyUI calls it.
+        in_metadata: whether the file's metadata states the format of layers; otherwise, a tensor for each does.
+        how: arguments of the layout's quantizer.
+    """
+    from comfy_kitchen.tensor import QuantizedTensor  # takes seconds, and few tests need it
+
+    held, file = {}, {}
+    stated = {"format": format_} | ({"convrot": True, "convrot_groupsize": rotated} if rotated else {})
+    for name, tensor in wan_names(state).items():
+        if not is_quantized(name, tensor):
+            file[name] = held[name] = tensor.to(torch.float16)
+            continue
+        quantized = QuantizedTensor.from_float(
+            tensor.float(), layout, **how, **({"convrot_groupsize": rotated} if rotated else {})
+        )
+        file |= quantized.state_dict(name)
+        held[name] = quantized.dequantize()
+        if not in_metadata:
+            blob = torch.tensor(list(json.dumps(stated).encode()), dtype=torch.uint8)
+            file[f"{name.removesuffix('.weight')}.comfy_quant"] = blob
+    layers = {name.removesuffix(".weight"): stated for name, tensor in held.items() if tensor.dtype == torch.float32}
+    metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if in_metadata else None
+    save_file({name: tensor.contiguous() for name, tensor in file.items()}, path, metadata)
+    return {name: tensor.float() for name, tensor in convert_wan_transformer_to_diffusers(held).items()}
+
+
 def random_blocks(kind: str, shape: tuple[int, ...], random: Any) -> Any:
     """Return blocks of a K type with random values and small scales."""
     block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -189,6 +222,12 @@ FORMATS: Mapping[str, Callable[[Path, State], State]] = {
     "GGUF Q4_K": lambda path, state: save_gguf(path, state, "Q4_K"),
     "GGUF Q5_K": lambda path, state: save_gguf(path, state, "Q5_K"),
     "GGUF Q6_K": lambda path, state: save_gguf(path, state, "Q6_K"),
+    "NVFP4": lambda path, state: save_comfy(path, state, "TensorCoreNVFP4Layout", "nvfp4", in_metadata=True),
+    "MXFP8": lambda path, state: save_comfy(path, state, "TensorCoreMXFP8Layout", "mxfp8"),
+    "INT8": lambda path, state: save_comfy(
+        path, state, "TensorWiseINT8Layout", "int8_tensorwise", rotated=64, per_channel=True, convrot=True
+    ),
+    "W4A8": lambda path, state: save_comfy(path, state, "AsymW4A8Int8Layout", "asym_w4a8_int8", rotated=256),
 }
 
 

@@ -4,12 +4,27 @@ Formats: see `models.stored_weights`. LoRAs are kept as their factors and added 
 it is not quantized again.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import torch
 from torch import nn
 
-from runtime.models.stored_weights import FP8_STORED, NVFP4, NVFP4_BLOCK, PLAIN, StoredWeight
+from runtime.models.stored_weights import (
+    COMFY_NVFP4,
+    FP8_STORED,
+    INT8,
+    MXFP8,
+    MXFP8_BLOCK,
+    NVFP4,
+    NVFP4_BLOCK,
+    PLAIN,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    W4A8,
+    StoredWeight,
+)
 from runtime.models.tensor_stream import DTYPES, MappedFiles, read_tensors
 
 # The values of four bits: a sign, two bits of exponent, one of mantissa.
@@ -20,17 +35,19 @@ class PackedLinear(nn.Linear):
     """A linear layer with a quantized weight.
 
     Attributes:
-        weight: the data as stored: float8 (out, in), two values a byte (out, in / 2), or bytes of GGUF's blocks (out,
-            bytes).
-        kind: see `models.stored_weights`.
+        weight: the data as stored: float8 or int8 (out, in), two values a byte (out, in / 2), or bytes of GGUF's blocks
+            (out, bytes).
+        kind, rotated: see `StoredWeight`.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, like: nn.Linear, kind: str, data: torch.Tensor, scales: list[torch.Tensor]) -> None:
+    def __init__(
+        self, like: nn.Linear, kind: str, data: torch.Tensor, scales: list[torch.Tensor], rotated: int = 0
+    ) -> None:
         with torch.device("meta"):
             super().__init__(like.in_features, like.out_features, bias=like.bias is not None)
-        self.kind = kind
+        self.kind, self.rotated = kind, rotated
         self.weight = nn.Parameter(data, requires_grad=False)
         for number, scale in enumerate(scales):
             self.register_buffer(f"scale_{number}", scale)
@@ -52,7 +69,7 @@ class PackedLinear(nn.Linear):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight (out, in)."""
         scales = [getattr(self, f"scale_{number}") for number in range(self._scales)]
-        weight = dequantize(self.kind, self.weight, scales, dtype)
+        weight = dequantize(self.kind, self.weight, scales, dtype, self.rotated)
         if not self._added:
             return weight.to(dtype)
         before = total = weight.float()
@@ -97,16 +114,21 @@ def plain(stored: StoredWeight, data: torch.Tensor, scales: list[torch.Tensor], 
     if stored.kind == PLAIN:
         # GGUF's original shape may have another number of axes.
         return data.reshape(stored.shape).to(dtype)
-    return dequantize(stored.kind, data, scales, dtype).reshape(stored.shape).to(dtype)
+    return dequantize(stored.kind, data, scales, dtype, stored.rotated).reshape(stored.shape).to(dtype)
 
 
-def dequantize(kind: str, data: torch.Tensor, scales: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    kind: str, data: torch.Tensor, scales: list[torch.Tensor], dtype: torch.dtype, rotated: int = 0
+) -> torch.Tensor:
     """Return the values of quantized data, in float32, or in float16 for GGUF where `dtype` has 16 bits.
 
     Args:
         data: see `read_weights`.
-        scales: one for the tensor or for each row; for NVFP4, those of blocks and that of the tensor.
+        scales: see `models.stored_weights`.
+        rotated: see `StoredWeight`.
     """
+    if kind in {COMFY_NVFP4, MXFP8, INT8, W4A8}:
+        return _turned_back(_dequantize_comfy(kind, data, scales), rotated)
     if kind == FP8_STORED:
         weight: torch.Tensor = data.float()
         if not scales:
@@ -114,13 +136,76 @@ def dequantize(kind: str, data: torch.Tensor, scales: list[torch.Tensor], dtype:
         scale = scales[0].float()
         return weight * (scale if scale.numel() == 1 else scale.reshape(-1, *[1] * (weight.ndim - 1)))
     if kind == NVFP4:
-        table = torch.tensor(_E2M1, dtype=torch.float32, device=data.device)
-        codes = torch.stack((data & 0xF, data >> 4), dim=-1).reshape(data.shape[0], -1, NVFP4_BLOCK)
         blocks, whole = scales
         scale = blocks.float().reshape(data.shape[0], -1, 1) * whole.float().reshape(())
-        return (table[codes.int()] * scale).reshape(data.shape[0], -1)
+        return _scaled(_four_bit_floats(data & 0xF, data >> 4), scale)
     from runtime.upstream.diffusers import dequantize_gguf
 
     inner = torch.float32 if dtype == torch.float32 else torch.float16
     values: torch.Tensor = dequantize_gguf(kind, data, inner)
     return values
+
+
+def _dequantize_comfy(kind: str, data: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
+    """Return the values of data in a format of comfy-kitchen, in float32, rotated as stored."""
+    rows = data.shape[0]
+    if kind == INT8:
+        return data.float() * scales[0].float().reshape(-1, 1)
+    if kind == MXFP8:
+        return _scaled(data.float(), _untiled(scales[0], rows, data.shape[1] // MXFP8_BLOCK))
+    if kind == COMFY_NVFP4:
+        blocks, whole, *columns = scales
+        scale = _untiled(blocks, rows, data.shape[1] * 2 // NVFP4_BLOCK) * whole.float().reshape(())
+        weight = _scaled(_four_bit_floats(data >> 4, data & 0xF), scale)
+        return weight * columns[0].float().reshape(1, -1) if columns else weight
+    groups, per_row, *table = scales
+    codes = torch.stack((data & 0xF, (data >> 4) & 0xF), dim=-1).reshape(rows, -1).int()
+    values = table[0].float().reshape(-1)[codes] if table else codes.float() - 8
+    # Rounded, because the kernels multiply whole numbers.
+    whole_numbers = _scaled(values, groups.float().reshape(rows, -1, 1)).round().clamp(-127, 127)
+    return whole_numbers * per_row.float().reshape(-1, 1)
+
+
+def _four_bit_floats(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the values of codes of four bits (out, in / 2), in turn, as (out, in) in float32."""
+    table = torch.tensor(_E2M1, dtype=torch.float32, device=first.device)
+    return table[torch.stack((first, second), dim=-1).reshape(first.shape[0], -1).int()]
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply groups of columns of (out, in) by scales (out, groups, 1)."""
+    rows, groups = scales.shape[:2]
+    return (values.reshape(rows, groups, -1) * scales).reshape(rows, -1)
+
+
+def _untiled(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return scales (rows, columns, 1) in float32 from tiles.
+
+    A tile has 128 rows of 4 scales: its rows r, r + 32, r + 64 and r + 96 follow one another
+    (https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout).
+    """
+    across = -(-columns // TILE_COLUMNS)
+    tiles = scales.reshape(-1, across, TILE_ROWS // 4, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1, across * TILE_COLUMNS)[:rows, :columns].unsqueeze(-1).float()
+
+
+def _turned_back(weight: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return a weight (out, in) whose groups of columns were rotated; unchanged if there are 0 columns in a group."""
+    if not columns:
+        return weight
+    grouped = weight.reshape(weight.shape[0], -1, columns)
+    return (grouped @ _hadamard(columns, weight.device)).reshape(weight.shape)
+
+
+@cache
+def _hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """Return the Hadamard matrix of ConvRot, symmetric and orthogonal: (size, size), float32.
+
+    Args:
+        size: a power of 4.
+    """
+    smallest = torch.ones(4, 4) - 2 * torch.eye(4).flip(0)
+    matrix = smallest
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, smallest)
+    return (matrix / math.sqrt(size)).to(device)

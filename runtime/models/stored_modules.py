@@ -165,7 +165,7 @@ def fill(module: torch.nn.Module, weights: Mapping[str, StoredWeight], device: s
         packed = stays_packed(name, stored, how.unquantized)
         if packed and not (how.dequantize or how.fp8):
             parent, _, attribute = owner.rpartition(".")
-            replacement = PackedLinear(cast("torch.nn.Linear", layer), stored.kind, data, scales)
+            replacement = PackedLinear(cast("torch.nn.Linear", layer), stored.kind, data, scales, stored.rotated)
             replacement.bias = cast("torch.nn.Linear", layer).bias
             setattr(module.get_submodule(parent), attribute, replacement)
             continue

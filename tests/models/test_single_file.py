@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runtime.cli.main import run
@@ -27,10 +28,12 @@ from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models import catalogue, gguf_files, single_file
 from runtime.models.catalogue import find, look_up, unusable
 from runtime.models.loras import with_loras
-from runtime.models.packed_layers import PackedLinear
+from runtime.models.packed_layers import PackedLinear, read_plain
 from runtime.models.registry import published_models
 from runtime.models.single_file import expert_of, model_name, other_expert, reassemble
 from runtime.models.spec import ModelSpec
+from runtime.models.stored_weights import file_tensors, stored_weights
+from runtime.models.tensor_stream import MappedFiles
 from runtime.models.weights import load_module, load_stored
 from runtime.planner.memory_model import weights_bytes
 from tests import lora_files, transformer_files
@@ -121,7 +124,7 @@ def test_each_format_computes_what_its_own_tools_read(title: str, state: State, 
     # The blocks' matrices stay as they are stored, and the planner knows.
     packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
     assert len(packed) == (0 if title in {"BF16", "F16"} else 2 * 10)
-    assert all(layer.weight.dtype in {torch.uint8, torch.float8_e4m3fn} for layer in packed)
+    assert all(layer.weight.dtype in {torch.uint8, torch.int8, torch.float8_e4m3fn} for layer in packed)
     held_in_memory = (*module.named_parameters(), *module.named_buffers())
     actual = sum(tensor.nbytes for name, tensor in held_in_memory if not name.startswith("rope"))
     predicted = weights_bytes(spec, dict.fromkeys(spec.component_names, "float32"))["transformer"]
@@ -515,3 +518,87 @@ def test_weights_in_fp8_that_do_not_fit_are_refused_when_they_are_recognised(
     save_file(change(load_file(path)), path)
     with subtests.test("folder"):
         assert refused("base", weights).code == (code or "model.component_incomplete")
+
+
+def test_formats_of_comfyui_in_all_their_forms(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    """One scale, scales as bytes, no table, smoothed columns, and rows that do not fill a tile."""
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    torch.manual_seed(0)
+    weight, columns = torch.randn(160, 256), torch.rand(256) + 0.5
+    cases: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("TensorWiseINT8Layout", "int8_tensorwise", {}, {}),
+        ("TensorWiseINT8Layout", "int8_tensorwise", {"per_channel": True}, {}),
+        (
+            "AsymW4A8Int8Layout",
+            "asym_w4a8_int8",
+            {"codebook": False, "convrot_groupsize": 64},
+            {"convrot_groupsize": 64},
+        ),
+        ("AsymW4A8Int8Layout", "asym_w4a8_int8", {"group_size": 32}, {"params": {"group_size": 32}}),
+        ("TensorCoreMXFP8Layout", "mxfp8", {}, {}),
+        ("TensorCoreNVFP4Layout", "nvfp4", {}, {}),
+    ]
+    for layout, name, how, stated in cases:
+        with subtests.test(layout, **how):
+            quantized = QuantizedTensor.from_float(weight, layout, **how)
+            file = quantized.state_dict("layer.weight")
+            blob = json.dumps({"format": name, **stated}).encode()
+            # Floats of one byte may be stored as bytes.
+            scales = {one: tensor for one, tensor in file.items() if one != "layer.weight" and tensor.itemsize == 1}
+            file |= {one: tensor.view(torch.uint8) for one, tensor in scales.items()}
+            file |= {"layer.comfy_quant": torch.tensor(list(blob), dtype=torch.uint8)}
+            expected = quantized.dequantize()
+            if name == "nvfp4":
+                file["layer.pre_quant_scale"] = columns
+                expected = expected * columns
+            save_file(file, tmp_path / "one.safetensors")
+            ((_, stored),) = stored_weights(file_tensors(tmp_path / "one.safetensors")).items()
+            assert torch.equal(read_plain(stored, MappedFiles(), torch.float32), expected)
+
+
+def stating(values: object) -> Change:
+    """Return a change of what one layer states as its format."""
+    return setting("comfy_quant", torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8))
+
+
+def setting(name: str, tensor: torch.Tensor) -> Change:
+    """Return a change of one tensor of a layer."""
+    return lambda state: state | {f"blocks.0.ffn.0.{name}": tensor}
+
+
+ROTATED = {"format": "int8_tensorwise", "convrot": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("title", "change", "code"),
+    [
+        ("INT8", setting("comfy_quant", torch.zeros(3, dtype=torch.uint8)), "model.format_not_stated"),
+        ("INT8", stating([]), "model.format_not_stated"),
+        ("INT8", stating({"format": 8}), "model.format_not_stated"),
+        ("INT8", stating({**ROTATED, "convrot_groupsize": 32}), "model.format_not_stated"),
+        ("INT8", stating({**ROTATED, "convrot_groupsize": 1024}), "model.format_unknown"),
+        ("INT8", stating({"format": "convrot_w4a4"}), "model.format_unknown"),
+        ("INT8", stating({"format": "nvfp4"}), "model.format_unknown"),
+        ("INT8", without("blocks.0.ffn.0.comfy_quant"), "model.format_unknown"),
+        ("INT8", without("blocks.0.ffn.0.weight_scale"), "model.format_unknown"),
+        ("INT8", setting("weight_scale", torch.full((256, 1), torch.nan)), "model.scale_not_finite"),
+        ("MXFP8", setting("weight_scale", torch.zeros(256, 7, dtype=torch.uint8)), "model.format_unknown"),
+        ("MXFP8", setting("weight_scale", torch.full((256, 8), 255, dtype=torch.uint8)), "model.scale_not_finite"),
+        ("NVFP4", without("blocks.0.ffn.0.weight_scale_2"), "model.format_unknown"),
+        ("W4A8", without("blocks.0.ffn.0.weight_s_channel"), "model.format_unknown"),
+        ("W4A8", setting("weight_codebook", torch.ones(8)), "model.format_unknown"),
+    ],
+)
+def test_damaged_files_of_comfyui_are_refused(
+    title: str, change: Change, code: str, state: State, weights: Path
+) -> None:
+    path = weights / "model.safetensors"
+    FORMATS[title](path, state)
+    with safe_open(path, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file(change(load_file(path)), path, metadata)
+    error = refused("model", weights)
+    assert error.code == code
+    assert error.remedy
