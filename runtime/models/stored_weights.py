@@ -86,12 +86,14 @@ class StoredWeight:
         kind: see the module.
         shape: of the parameter.
         scales: in the order of the table.
+        added: what the file adds to each value, as GGUF's tools do to the weights of some norms.
     """
 
     kind: str
     shape: tuple[int, ...]
     data: FileTensor
     scales: tuple[FileTensor, ...] = ()
+    added: float = 0.0
 
     @property
     def elements(self) -> int:
