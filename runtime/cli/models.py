@@ -183,7 +183,7 @@ def describe(spec: ModelSpec, need: Needs) -> list[str]:
     where = "installed" if spec.is_downloaded else f"{begun}: `{program()} models download {spec.name}`"
     if spec.files and not spec.is_downloaded:
         command = f"{program()} models download {published_name(spec)} --without-transformers"
-        where = f"its text encoder and VAE are not installed: `{command}`"
+        where = f"its other components are not installed: `{command}`"
     guidance, of_images = (_guidance(defaults, from_image=from_image) for from_image in (False, True))
     if of_images != guidance:
         guidance = f"{guidance} (from an image {of_images})"

@@ -28,7 +28,7 @@ _MOST_ON_DISK = 64
 _MAX_BYTES = 64 << 20
 _VERSION = 1
 _METADATA = "tandem"
-# The names of folders that embeddings depend on begin with these.
+# The names of folders and components that embeddings depend on begin with these.
 _FOLDERS = ("text_encoder", "tokenizer", CONNECTORS)
 
 
@@ -115,8 +115,10 @@ def _key(spec: ModelSpec, part: ComponentPlan, text: str, name: str) -> str:
     # A family may have more text encoders and tokenizers, such as `text_encoder_2`.
     folders = sorted(path for path in spec.directory.iterdir() if path.name.startswith(_FOLDERS))
     parts += [list(_files(folder)) for folder in folders]
-    if name in spec.files:
-        parts += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in spec.files[name].paths]
+    for component in sorted(spec.files):
+        if component.startswith(_FOLDERS):
+            paths = spec.files[component].paths
+            parts += [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

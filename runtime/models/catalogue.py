@@ -13,15 +13,17 @@ from runtime.core.disk_caches import bytes_in
 from runtime.core.errors import ModelError, OutputError, TandemError
 from runtime.models import single_file
 from runtime.models.folder import read_config
-from runtime.models.registry import FAMILIES, KnownModel, is_component, published_models, read_spec
+from runtime.models.registry import FAMILIES, KnownModel, family_of, is_component, published_models, read_spec
 from runtime.models.single_file import LORAS, UPSCALERS, assemble
-from runtime.models.spec import IMAGE_ENCODER, ModelSpec, is_transformer
+from runtime.models.spec import ModelSpec, folder_of, is_transformer
 from runtime.models.stored_weights import WeightFiles
 
 EMBEDDED = Path(__file__).parent / "embedded"
 _BYTES_PER_WEIGHT = 4
-# Of text encoders, image encoders and VAEs, in ComfyUI.
-_PART_FOLDERS = ("text_encoders", "clip", "clip_vision", "vae")
+# Of text encoders, image encoders, VAEs and upsamplers, in ComfyUI.
+_PART_FOLDERS = ("text_encoders", "clip", "clip_vision", "vae", "latent_upscale_models")
+# Why a folder does not fit that lacks a component.
+_MISSING = frozenset({"model.weights_missing", "model.file_missing"})
 
 
 def folders(weights_dir: Path) -> dict[str, Path]:
@@ -64,10 +66,10 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
     except ModelError as error:
         if error.code not in {"model.file_unknown", "model.format_unknown"}:
             raise
-        part = single_file.read_part(path, part_configs)
-        if part is None:
+        found = single_file.read_parts(path, part_configs)
+        if not found:
             raise single_file.needs_folder(path) or error from error
-        data = {"component": part.component, "format": part.files.title}
+        data = {"component": found[0].component, "format": found[0].files.title}
         raise ModelError("model.file_is_part", file=path.name, **data) from error
     names = first.known.names if first.known else frozenset()
     companions = sorted({*installed, *companions}, key=lambda folder: (folder.name.lower() not in names, folder))
@@ -76,7 +78,7 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
         return assemble(path, [*near, *companions], weights_dir, configs, parts)
     except ModelError as error:
         # A damaged file may be the one that is missing.
-        if problems and error.code == "model.file_unfit" and error.data["cause"].code == "model.weights_missing":
+        if problems and error.code == "model.file_unfit" and error.data["cause"].code in _MISSING:
             raise problems[0] from error
         raise
 
@@ -87,35 +89,36 @@ def _parts(
     weights_dir: Path,
     configs: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> tuple[dict[str, WeightFiles], list[TandemError]]:
-    """Return text encoder and VAE in single files that fit a transformer, by component, and why files cannot be read.
+    """Return other components in single files that fit a transformer, and why other files cannot be read.
 
-    They are looked for beside it, in folders beside its folder, as ComfyUI has them, and in the weights folder.
+    They are looked for in its own file, beside it, in folders beside its folder, as ComfyUI has them, and in the
+    weights folder.
+
+    Raises:
+        ModelError: if its own file has a component that is damaged.
     """
+    files = {part.component: part.files for part in single_file.read_parts(path, configs) if _fits(part, transformer)}
     beside = [path.parent.parent / name for name in _PART_FOLDERS]
     places = [path.parent, *beside, weights_dir, *sorted(weights_dir.glob("[!.]*"))]
-    files: dict[str, WeightFiles] = {}
     problems: list[TandemError] = []
     for folder in dict.fromkeys(places):
         for file in single_file.weight_files_in(folder, {*single_file.SUFFIXES, single_file.PICKLED}):
             # Other transformers are large, too, but only headers are read.
             try:
-                part = single_file.read_part(file, configs)
+                parts = [] if file == path else single_file.read_parts(file, configs)
             except TandemError as error:
                 problems.append(error)
                 continue
-            if part is not None and part.family == transformer.family and _fits(part, transformer):
-                files.setdefault(part.component, part.files)
+            for part in parts:
+                if _fits(part, transformer):
+                    files.setdefault(part.component, part.files)
     return files, problems
 
 
 def _fits(part: single_file.PartFile, transformer: single_file.TransformerFile) -> bool:
-    """Whether the sizes of a component match those of a transformer."""
-    config = transformer.files.config
-    if part.component == "text_encoder":
-        return bool(part.files.config["d_model"] == config["text_dim"])
-    if part.component == IMAGE_ENCODER:
-        return bool(part.files.config["hidden_size"] == config["image_dim"])
-    return bool(part.files.config["z_dim"] == config["out_channels"])
+    """Whether a component is of the same model as a transformer."""
+    fits = family_of(part.family).part_files[part.component].fits
+    return part.family == transformer.family and fits(part.files.config, transformer.files.config)
 
 
 def _configs(component: str, places: Sequence[Path]) -> list[Mapping[str, Any]]:
@@ -127,10 +130,10 @@ def _configs(component: str, places: Sequence[Path]) -> list[Mapping[str, Any]]:
 
 
 def _part_configs(places: Sequence[Path]) -> dict[str, list[Mapping[str, Any]]]:
-    """Return configurations of VAEs and image encoders: of installed models, then of published ones."""
+    """Return configurations of components that single files may have: of installed models, then of published ones."""
     return {
         part: [*_configs(part, places), *(model.configs[part] for model in known_models() if part in model.configs)]
-        for part in ("vae", IMAGE_ENCODER)
+        for part in dict.fromkeys(part for family in FAMILIES for part in family_of(family).part_files)
     }
 
 
@@ -194,9 +197,9 @@ def find(name: str, weights_dir: Path) -> ModelSpec:
     """
     spec = look_up(name, weights_dir)
     if not spec.is_downloaded and spec.files:
-        raise ModelError(
-            "model.components_not_downloaded", model=spec.title, name=published_name(spec), folder=weights_dir
-        )
+        names = (folder_of(name) for name in spec.component_names if folder_of(name) not in spec.files)
+        data = {"missing": [*dict.fromkeys(names), "tokenizer", "scheduler"], "folder": weights_dir}
+        raise ModelError("model.components_not_downloaded", model=spec.title, name=published_name(spec), **data)
     if not spec.is_downloaded:
         model = known_as(name)
         repository = model.repository if model else spec.name

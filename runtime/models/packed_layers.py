@@ -6,6 +6,7 @@ it is not quantized again.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -111,6 +112,8 @@ def _in_rows(stored: StoredWeight, data: torch.Tensor) -> torch.Tensor:
 
 def plain(stored: StoredWeight, data: torch.Tensor, scales: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return a weight in its shape, dequantized; see `read_weights`."""
+    if stored.added:
+        return plain(replace(stored, added=0.0), data, scales, torch.float32).sub(stored.added).to(dtype)
     if stored.kind == PLAIN:
         # GGUF's original shape may have another number of axes.
         return data.reshape(stored.shape).to(dtype)

@@ -277,11 +277,15 @@ class PartFiles(NamedTuple):
         names: returns the library's names of the parameters in a file, by name, without tensors that are none.
         config_of: as `SingleFiles.config_of`; `candidates` are configurations of the component.
         parameters: returns the shape of every parameter by name.
+        fits: returns whether a component of a configuration belongs to a transformer of one.
+        added: returns what a file adds to all values of a tensor, by its name in the file.
     """
 
     names: Callable[[Sequence[str]], dict[str, str]]
     config_of: Callable[[Mapping[str, tuple[int, ...]], Sequence[Mapping[str, Any]]], dict[str, Any] | None]
     parameters: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
+    fits: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = lambda _config, _transformer: False
+    added: Callable[[str], float] = lambda _name: 0.0
 
 
 class FileSigns(NamedTuple):

@@ -1,9 +1,9 @@
 """Models whose transformers are in single files, as ComfyUI, the models' authors and GGUF's tools write them.
 
 A file is recognised by the names and shapes of its tensors. Its name only tells which expert of two it is, and where
-the other one is: files of Wan2.2-A14B have "high_noise" and "low_noise" in otherwise equal names. The tokenizer and the
-scheduler are those of a folder; so are the text encoder and the VAE, unless it lacks their weights and there are single
-files of them. Imports no torch.
+the other one is: files of Wan2.2-A14B have "high_noise" and "low_noise" in otherwise equal names. Other components in
+the same file are used. The tokenizer and the scheduler are those of a folder; so are the other components, unless it
+lacks their weights and there are single files of them. Imports no torch.
 """
 
 import functools
@@ -164,15 +164,15 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
 
 
 class PartFile(NamedTuple):
-    """A text encoder or a VAE in a file: its family, its component, and its weights."""
+    """A component in a file that is no transformer: its family, its name, and its weights."""
 
     family: str
     component: str
     files: WeightFiles
 
 
-def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]]) -> PartFile | None:
-    """Recognise a component in a file; return `None` if it is neither a text encoder nor a VAE.
+def read_parts(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[PartFile]:
+    """Recognise the components of one family in a file, such as text encoders and VAEs, but no transformers.
 
     Args:
         candidates: configurations of known and installed models, by component.
@@ -184,18 +184,21 @@ def read_part(path: Path, candidates: Mapping[str, Sequence[Mapping[str, Any]]])
     check_name(path)
     tensors = file_tensors(path)
     for name in FAMILIES:
+        parts: list[PartFile] = []
         for component, part in family_of(name).part_files.items():
             renamed = part.names(list(tensors))
             # Only weights may have other types, such as SentencePiece's model.
             stored = _weights({key: tensor for key, tensor in tensors.items() if key in renamed})
-            weights = {renamed.get(key, key): weight for key, weight in stored.items()}
+            weights = {renamed.get(key, key): replace(weight, added=part.added(key)) for key, weight in stored.items()}
             shapes = {key: weight.shape for key, weight in weights.items()}
             config = part.config_of(shapes, candidates.get(component, ()))
             if config is None:
                 continue
             _check(path, weights, part.parameters(config))
-            return PartFile(name, component, WeightFiles.of(weights, config, None))
-    return None
+            parts.append(PartFile(name, component, WeightFiles.of(weights, config, None)))
+        if parts:
+            return parts
+    return []
 
 
 def needs_folder(path: Path) -> ModelError | None:
@@ -273,7 +276,7 @@ def assemble(
 
     Args:
         folders: that may have the other components; the first that fits is used.
-        parts: other components in single files, for folders that lack their weights.
+        parts: other components in this file, and those in others, for folders that lack their weights.
 
     Returns:
         The model; if no folder fits and it is a published model's transformer, one that is not downloaded.
@@ -310,10 +313,11 @@ def reassemble(paths: Mapping[str, Path], configs: Mapping[str, Mapping[str, Any
     parts: dict[str, WeightFiles] = {}
     for name, path in paths.items():
         if name not in transformers:
-            part = read_part(path, {folder_of(name): [configs[name]]})
-            if part is None:
+            component = folder_of(name)
+            found = [part for part in read_parts(path, {component: [configs[name]]}) if part.component == component]
+            if not found:
                 raise ModelError("model.file_unknown", file=path.name, tensors=[])
-            parts[folder_of(name)] = part.files
+            parts[component] = found[0].files
     return combined(files, transformers["transformer"], [directory], directory.parent, parts)
 
 
@@ -330,7 +334,11 @@ def combined(
     for folder in folders:
         try:
             check_companions(folder)
-            used = {part: weights for part, weights in parts.items() if not any((folder / part).glob("*.safetensors"))}
+            used = {
+                part: weights
+                for part, weights in parts.items()
+                if first.path in weights.paths or not any((folder / part).glob("*.safetensors"))
+            }
             spec = family.assemble(folder, name, {**files, **used}, first.known)
             check_loadable(spec)
         except TandemError as error:
@@ -346,6 +354,7 @@ def combined(
             raise ModelError("model.file_unfit", **data, cause=reasons[0].fact)
         raise ModelError("model.file_alone", **data)
     spec = first.known.spec(weights_dir)
+    files = {**files, **parts}
     parameters = {component: weights.parameters for component, weights in files.items()}
     return replace(spec, name=name, title=_title(first), files=files, parameters={**spec.parameters, **parameters})
 

@@ -83,12 +83,17 @@ def module_class(spec: ModelSpec, name: str) -> Any:
     """
     known = components_of(spec.family).MODULES[name]
     if isinstance(known, tuple):
-        named = _config_of(spec, name).get("_class_name")
+        named = config_of(spec, name).get("_class_name")
         return next((kind for kind in known if kind.__name__ == named), known[0])
     return getattr(transformers, known) if isinstance(known, str) else known
 
 
-def _config_of(spec: ModelSpec, name: str) -> dict[str, Any]:
+def config_of(spec: ModelSpec, name: str) -> dict[str, Any]:
+    """Return a component's configuration, of its folder or of its single file.
+
+    Raises:
+        ModelError: if it is missing or not JSON.
+    """
     files = spec.files.get(name)
     return read_config(spec.directory / folder_of(name) / "config.json") if files is None else dict(files.config)
 
@@ -99,7 +104,7 @@ def empty_module(spec: ModelSpec, name: str) -> torch.nn.Module:
     Raises:
         Exception: of any type, if the library does not accept the configuration.
     """
-    kind, config = module_class(spec, name), _config_of(spec, name)
+    kind, config = module_class(spec, name), config_of(spec, name)
     with _without_memory():
         if issubclass(kind, transformers.PreTrainedModel):
             return cast("torch.nn.Module", kind(kind.config_class.from_dict(config)))

@@ -134,6 +134,7 @@ class StoredWeight:
         shape: of the parameter.
         scales: in the order of the table.
         rotated: the number of columns that were rotated together, 0 for none.
+        added: what the file adds to each value, as GGUF's tools do to the weights of some norms.
     """
 
     kind: str
@@ -141,6 +142,7 @@ class StoredWeight:
     data: FileTensor
     scales: tuple[FileTensor, ...] = ()
     rotated: int = 0
+    added: float = 0.0
 
     @property
     def elements(self) -> int:

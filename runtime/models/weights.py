@@ -76,12 +76,18 @@ def load_module(
 def load_tensors(spec: ModelSpec, component: str, names: Sequence[str]) -> list[torch.Tensor]:
     """Return some tensors of a component's files in this order, as they are stored, on the CPU.
 
+    Args:
+        names: by the component's class.
+
     Raises:
         ModelError: if one is missing, or a file is damaged.
     """
     stored: dict[str, FileTensor] = {}
-    for path in spec.weight_paths(component):
-        stored |= file_tensors(path)
+    if component in spec.files:
+        stored |= {name: weight.data for name, weight in spec.files[component].weights.items()}
+    else:
+        for path in spec.weight_paths(component):
+            stored |= file_tensors(path)
     missing = sum(name not in stored for name in names)
     if missing:
         raise ModelError("model.component_incomplete", component=component, model=spec.title, missing=missing)
@@ -171,15 +177,17 @@ def _empty(spec: ModelSpec, name: str) -> torch.nn.Module:
     """Return a component whose parameters have no memory yet.
 
     Raises:
-        ModelError: if the library does not accept the configuration; if a parameter is not in `ModelSpec.files`, or has
-            another shape.
+        ModelError: if the library does not accept the configuration; if a parameter or stored buffer is not in
+            `ModelSpec.files`, or has another shape.
     """
     with _loading(spec, name):
         module = empty_module(spec, name)
     files = spec.files.get(name)
     if files is None:
         return module
-    shapes = {key: tuple(parameter.shape) for key, parameter in module.named_parameters()}
+    buffers = dict(module.named_buffers())
+    stored = {key: tensor for key, tensor in module.state_dict().items() if key in buffers}
+    shapes = {key: tuple(tensor.shape) for key, tensor in {**dict(module.named_parameters()), **stored}.items()}
     absent = sum(key not in files.weights or files.weights[key].shape != shape for key, shape in shapes.items())
     if absent:
         raise ModelError("model.component_incomplete", component=name, model=spec.title, missing=absent)

@@ -226,9 +226,9 @@ _FILES: Mapping[str, Message] = {
     "model.file_alone": Message("The text encoder and VAE of {file} ({title}) are not here.", _COMPONENTS),
     "model.file_unfit": Message("No text encoder and VAE here fit {file} ({title}): {cause:clause}.", _COMPONENTS),
     "model.components_not_downloaded": Message(
-        "The text encoder and VAE of {model} are not downloaded.",
-        "Run `{tandem} models download {name} --without-transformers`, or copy the folders text_encoder, tokenizer, "
-        "vae and scheduler of such a model into a folder of {folder}.",
+        "Parts of {model} are not downloaded: {missing:list}.",
+        "Run `{tandem} models download {name} --without-transformers`, or copy {missing:list} of such a model, as "
+        "folders, into a folder of {folder}.",
     ),
     "safetensors.header_too_many": Message("Its header has more than {most:,} values."),
     "safetensors.header_too_long": Message("Its header has {size:bytes}; at most {most:bytes} are read."),

@@ -14,7 +14,7 @@ from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.request import UPSCALER
 from runtime.families.esrgan.ncnn_graphs import read_upscaler
 from runtime.families.esrgan.spec import upscaler_spec
-from runtime.models.single_file import UPSCALERS, read_part, weight_files_in
+from runtime.models.single_file import UPSCALERS, read_parts, weight_files_in
 from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import WeightFiles
 
@@ -125,7 +125,7 @@ def _read(path: Path, changed: int) -> WeightFiles:
     del changed
     if path.suffix == ".param":
         return read_upscaler(path)
-    part = read_part(path, {})
-    if part is None or part.component != UPSCALER:
+    parts = read_parts(path, {})
+    if not parts or parts[0].component != UPSCALER:
         raise ModelError("upscaler.other_network", file=path.name)
-    return part.files
+    return parts[0].files

@@ -33,10 +33,10 @@ from runtime.families.ltx2.vae import (
     PyTorchVocoder,
 )
 from runtime.families.ltx2.vae_programs import VaeClipForm, VaeImageForm
-from runtime.models.folder import read_config
 from runtime.models.quantization import FP8
 from runtime.models.row_operations import RowCall
 from runtime.models.spec import ModelSpec
+from runtime.models.stored_modules import config_of
 from runtime.models.vae_groups import CLIP_PROGRAM
 from runtime.models.weights import load_tensors
 
@@ -77,7 +77,7 @@ def text_connector(module: torch.nn.Module, device: str | torch.device) -> PyTor
 def latent_upsampler(spec: ModelSpec, module: torch.nn.Module, device: str | torch.device) -> PyTorchLatentUpsampler:
     """See `execution.components.Components`; the VAE has the mean and the deviation of latents."""
     mean, deviation = load_tensors(spec, "vae", ("latents_mean", "latents_std"))
-    scaling = read_config(spec.directory / "vae" / "config.json").get("scaling_factor", 1.0)
+    scaling = config_of(spec, "vae").get("scaling_factor", 1.0)
     return PyTorchLatentUpsampler(module, mean, deviation / scaling, device)
 
 

@@ -1,7 +1,7 @@
 """LTX-2's transformer in single files: names of its tensors, and the architecture that follows from their shapes.
 
 Files have the names of the model's own code or those of diffusers. The publishers' files have the other components but
-the text encoder too, which are left out. Imports no torch.
+the text encoder too; see `part_files`. Imports no torch.
 
 Source of the names: diffusers' loaders/single_file_utils.py (`convert_ltx2_transformer_to_diffusers`); those of LTX-2.3
 are in loaders/lora_conversion_utils.py.
@@ -77,17 +77,18 @@ def diffusers_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _of_another(name: str) -> bool:
-    return name.startswith(_OTHERS) or _bare(name).startswith(_CONNECTORS)
+    return name.startswith(_OTHERS) or bare(name).startswith(_CONNECTORS)
 
 
-def _bare(name: str) -> str:
+def bare(name: str) -> str:
+    """Return the name of a tensor without the prefixes that programs add."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
 def _diffusers_name(name: str) -> str:
-    name = _bare(name)
+    name = bare(name)
     block = _BLOCK.fullmatch(name)
     if block is None:
         first, separator, rest = name.partition(".")

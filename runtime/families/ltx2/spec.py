@@ -5,7 +5,9 @@ Source of defaults: https://github.com/Lightricks/LTX-2 and diffusers' `LTX2Pipe
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -14,9 +16,9 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact, shortened
-from runtime.families.ltx2 import file_names, lora_names
+from runtime.families.ltx2 import file_names, lora_names, part_files
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
-from runtime.models.registry import Family, KnownModel, SingleFiles
+from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
 from runtime.models.spec import (
     CONNECTORS,
     LATENT_UPSAMPLER,
@@ -317,6 +319,8 @@ class _Gemma:
     num_attention_heads: Annotated[int, up_to(1_024)]
     num_hidden_layers: _Number
     vocab_size: Annotated[int, up_to(10_000_000)]
+    num_key_value_heads: Annotated[int, up_to(1_024)] = 4
+    head_dim: Annotated[int, up_to(1_024)] = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,9 +333,11 @@ class _Connectors:
     video_connector_attention_head_dim: Annotated[int, up_to(1_024)]
     # Without learned registers, padding would have to be masked.
     video_connector_num_learnable_registers: Annotated[int, up_to(MAX_SEQUENCE_LENGTH)]
+    video_connector_num_layers: _Number = 2
     audio_connector_num_attention_heads: Annotated[int, up_to(1_024)]
     audio_connector_attention_head_dim: Annotated[int, up_to(1_024)]
     audio_connector_num_learnable_registers: Annotated[int, up_to(MAX_SEQUENCE_LENGTH)]
+    audio_connector_num_layers: _Number = 2
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -460,11 +466,108 @@ _STRIDES: Mapping[str, tuple[int, int, int]] = {
 }
 
 
+def _upsampler(config: Mapping[str, Any]) -> _Upsampler:
+    """Return an upsampler that doubles width and height.
+
+    Raises:
+        ValueError: for other ones.
+    """
+    upsampler = _UPSAMPLER.validate_python(_known(config, _Upsampler))
+    if not upsampler.spatial_upsample or upsampler.temporal_upsample:
+        raise ValueError("spatial_upsample")
+    if upsampler.use_rational_resampler and upsampler.rational_spatial_scale != _UPSAMPLED:
+        raise ValueError("rational_spatial_scale")
+    return upsampler
+
+
+def _vocoders(config: Mapping[str, Any]) -> tuple[_Vocoder, _Vocoder | None]:
+    """Return a vocoder and its bandwidth extension, if it has one."""
+    vocoder = _VOCODER.validate_python(_known(config, _Vocoder))
+    if config["_class_name"] == "LTX2Vocoder":
+        return vocoder, None
+    if config["_class_name"] != "LTX2VocoderWithBWE":
+        raise ValueError("_class_name")
+    of_extension = {
+        name.removeprefix(_EXTENSION): value for name, value in config.items() if name.startswith(_EXTENSION)
+    }
+    return vocoder, _VOCODER.validate_python(_known({**config, **of_extension}, _Vocoder))
+
+
+class _Part(NamedTuple):
+    """How a component in a single file is recognised, see `PartFiles`.
+
+    Attributes:
+        read: validates a configuration.
+        has_size: whether its sizes, of its configuration, are those of a transformer's.
+    """
+
+    names: Callable[[Sequence[str]], dict[str, str]]
+    parameters: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]]
+    read: Callable[[Mapping[str, Any]], object]
+    has_size: Callable[[Mapping[str, Any], Mapping[str, Any]], bool] = lambda _config, _transformer: True
+
+    def files(self, component: str) -> PartFiles:
+        """Return what the registry knows of the component."""
+        added = part_files.added_to_gemma if component == "text_encoder" else lambda _name: 0.0
+        return PartFiles(self.names, self.config_of, self.parameters, partial(self.fits, component), added)
+
+    def config_of(
+        self, shapes: Mapping[str, tuple[int, ...]], candidates: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any] | None:
+        """See `registry.PartFiles`; invalid configurations of installed models are passed over."""
+        valid = []
+        for config in candidates if shapes else ():
+            with suppress(LookupError, TypeError, ValueError, ArithmeticError, AttributeError):
+                self.read(config)
+                sized = part_files.with_words(shapes, config) if "text_config" in config else config
+                valid.append((sized, self.parameters(sized)))
+        return part_files.best_fit(shapes, valid)
+
+    def fits(self, component: str, config: Mapping[str, Any], transformer: Mapping[str, Any]) -> bool:
+        """See `registry.PartFiles`."""
+        return self.has_size(config, transformer) and part_files.of_same_version(component, config, transformer)
+
+
+_PARTS: Mapping[str, _Part] = {
+    "text_encoder": _Part(
+        part_files.gemma_names,
+        part_files.gemma_parameters,
+        lambda config: _GEMMA.validate_python(_known(config["text_config"], _Gemma)),
+        lambda config, transformer: bool(config["text_config"]["hidden_size"] == transformer["caption_channels"]),
+    ),
+    CONNECTORS: _Part(
+        part_files.connector_names,
+        part_files.connector_parameters,
+        lambda config: _CONNECTORS.validate_python(_known(config, _Connectors)),
+    ),
+    "vae": _Part(
+        part_files.vae_names,
+        part_files.vae_parameters,
+        lambda config: _VAE.validate_python(_vae_values(config)),
+        lambda config, transformer: bool(config["latent_channels"] == transformer["in_channels"]),
+    ),
+    "audio_vae": _Part(
+        part_files.sound_vae_names,
+        part_files.sound_vae_parameters,
+        lambda config: _SOUND_VAE.validate_python(_known(config, _SoundVae)),
+        lambda config, transformer: bool(config["base_channels"] == transformer["audio_in_channels"]),
+    ),
+    "vocoder": _Part(part_files.vocoder_names, part_files.vocoder_parameters, _vocoders),
+    LATENT_UPSAMPLER: _Part(
+        part_files.upsampler_names,
+        part_files.upsampler_parameters,
+        _upsampler,
+        lambda config, transformer: bool(config["in_channels"] == transformer["in_channels"]),
+    ),
+}
+
+
 class Ltx2Family(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
     single_files: SingleFiles | None = file_names
+    part_files: Mapping[str, PartFiles] = {component: part.files(component) for component, part in _PARTS.items()}
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
 
@@ -496,18 +599,22 @@ class Ltx2Family(Family):
     ) -> ModelSpec:
         """See `registry.Family`. The file's name states whether its transformer is distilled, else the folder does."""
         with reading(directory.name):
+            files = {**files, VAE_ENCODER: files["vae"]} if "vae" in files else files
             configs = _read_configurations(directory, directory.name, files, name)
             about: dict[str, Any] = {"title": name, "license": "unknown", "latent_rgb": None}
             if model is not None:
                 about |= {"title": model.title, "license": model.license, "about": model.about}
             parameters = {part: _parameters(directory, part) for part in _PROGRAMS if part not in files}
+            upsampler = files.get(LATENT_UPSAMPLER)
             return ModelSpec(
                 family="ltx2",
                 name=name,
                 directory=directory,
                 parameters={**parameters, **{part: of_part.parameters for part, of_part in files.items()}},
                 files=files,
-                refinement=_refinement(configs, lambda: _parameters(directory, LATENT_UPSAMPLER)),
+                refinement=_refinement(
+                    configs, lambda: upsampler.parameters if upsampler else _parameters(directory, LATENT_UPSAMPLER)
+                ),
                 **_fields(configs),
                 **_card(configs),
                 **about,
@@ -575,7 +682,9 @@ def _read_configurations(
     configs["scheduler"] = scheduler
     # A folder may have it or not: pipelines do not name it.
     upsampler = directory / LATENT_UPSAMPLER / "config.json"
-    if upsampler.is_file():
+    if LATENT_UPSAMPLER in of_files:
+        configs[LATENT_UPSAMPLER] = of_files[LATENT_UPSAMPLER]
+    elif upsampler.is_file():
         configs[LATENT_UPSAMPLER] = read_config(upsampler)
     return _configurations(configs, title)
 
@@ -626,13 +735,9 @@ def _configurations(configs: Mapping[str, Mapping[str, Any]], title: str) -> _Co
     sound = _sound(configs, transformer)
     upsampler = None
     if LATENT_UPSAMPLER in configs:
-        upsampler = _UPSAMPLER.validate_python(_known(configs[LATENT_UPSAMPLER], _Upsampler))
+        upsampler = _upsampler(configs[LATENT_UPSAMPLER])
         if upsampler.in_channels != vae.z_dim:
             raise ValueError("in_channels")
-        if not upsampler.spatial_upsample or upsampler.temporal_upsample:
-            raise ValueError("spatial_upsample")
-        if upsampler.use_rational_resampler and upsampler.rational_spatial_scale != _UPSAMPLED:
-            raise ValueError("rational_spatial_scale")
     noise = _noise(scheduler)
     blocks = BLOCK_PROGRAMS if all(config.get(name, value) == value for name, value in _BLOCKS.items()) else ()
     return _Configurations(transformer, vae, encoder, sound, noise, str(scheduler["_class_name"]), upsampler, blocks)
@@ -686,8 +791,6 @@ def _vae_values(config: Mapping[str, Any]) -> dict[str, Any]:
     def strides(kinds: Sequence[str], scaling: Sequence[bool]) -> list[tuple[int, int, int]]:
         return [_STRIDES[kind] if scaled else (1, 1, 1) for kind, scaled in zip(kinds, scaling, strict=True)]
 
-    # LTX-2 enlarges in space and time at each level, which its first configurations do not state.
-    enlargements = config.get("upsample_type") or ["spatiotemporal"] * len(config["decoder_block_out_channels"])
     return {
         "z_dim": config["latent_channels"],
         "channels": config["block_out_channels"],
@@ -695,7 +798,7 @@ def _vae_values(config: Mapping[str, Any]) -> dict[str, Any]:
         "strides": strides(config["downsample_type"], config["spatio_temporal_scaling"]),
         "decoder_channels": config["decoder_block_out_channels"],
         "decoder_layers": config["decoder_layers_per_block"],
-        "decoder_strides": strides(enlargements, config["decoder_spatio_temporal_scaling"][::-1]),
+        "decoder_strides": strides(part_files.enlargements(config), config["decoder_spatio_temporal_scaling"][::-1]),
         "decoder_factors": config["upsample_factor"],
         "patch": config["patch_size"],
         "scale_factor_temporal": config["temporal_compression_ratio"],
@@ -708,23 +811,17 @@ def _sound(configs: Mapping[str, Mapping[str, Any]], transformer: TransformerSpe
     """Return what is known of the sound."""
     vae = _SOUND_VAE.validate_python(_known(configs["audio_vae"], _SoundVae))
     config = configs["vocoder"]
-    vocoder = _VOCODER.validate_python(_known(config, _Vocoder))
+    vocoder, extension = _vocoders(config)
     bins = vae.mel_bins // _SPECTRUM_STRIDE
     if vae.latent_channels * bins != transformer.sound_channels or vae.base_channels != transformer.sound_channels:
         raise ValueError("audio_in_channels")
     if vocoder.in_channels != vae.output_channels * vae.mel_bins:
         raise ValueError("in_channels")
     part = vocoder.part(_SPECTRUM_STRIDE)
-    if config["_class_name"] == "LTX2VocoderWithBWE":
-        of_extension = {
-            name.removeprefix(_EXTENSION): value for name, value in config.items() if name.startswith(_EXTENSION)
-        }
-        extension = _VOCODER.validate_python(_known({**config, **of_extension}, _Vocoder))
+    if extension is not None:
         samples = _SPECTRUM_STRIDE * prod(vocoder.upsample_factors)
         added = extension.part(samples / config["hop_length"])
         part = SoundPart(flops=part.flops + added.flops, values=max(part.values, added.values))
-    elif config["_class_name"] != "LTX2Vocoder":
-        raise ValueError("_class_name")
     latents = SoundLatents(
         channels=vae.latent_channels,
         bins=bins,

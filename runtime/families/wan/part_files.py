@@ -68,6 +68,7 @@ _IMAGE_ENCODER_DEFAULTS = {
 # Tensors of files that are not part of the vision model, and the prefix that transformers before release 5 wrote.
 _BESIDE_IMAGE_ENCODER = ("visual_projection.weight", "logit_scale")
 _VISION = "vision_model."
+_CLASS_EMBEDDING = "embeddings.class_embedding"
 
 # Transformer.
 _TRANSFORMER_DEFAULTS = {
@@ -165,8 +166,12 @@ def text_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def image_encoder_names(names: Sequence[str]) -> dict[str, str]:
-    """Return transformers' names of the tensors in a file, by name, without those that are no part of the model."""
-    return {name: name.removeprefix(_VISION) for name in names if name not in _BESIDE_IMAGE_ENCODER}
+    """Return transformers' names of the tensors in a file, by name, without those that are no part of the model.
+
+    Of files that are no such model, none.
+    """
+    renamed = {name: name.removeprefix(_VISION) for name in names if name not in _BESIDE_IMAGE_ENCODER}
+    return renamed if _CLASS_EMBEDDING in renamed.values() else {}
 
 
 def image_encoder_config(shapes: Mapping[str, Shape], candidates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -175,7 +180,7 @@ def image_encoder_config(shapes: Mapping[str, Shape], candidates: Sequence[Mappi
     Args:
         candidates: configurations of known and installed encoders: the number of heads is in no file.
     """
-    signs = ("embeddings.class_embedding", "embeddings.patch_embedding.weight", "embeddings.position_embedding.weight")
+    signs = (_CLASS_EMBEDDING, "embeddings.patch_embedding.weight", "embeddings.position_embedding.weight")
     for config in candidates:
         expected = image_encoder_parameters(config)
         if all(shapes.get(name) == expected[name] for name in signs):
@@ -188,7 +193,7 @@ def image_encoder_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
     values = {**_IMAGE_ENCODER_DEFAULTS, **config}
     width, inner, patch = values["hidden_size"], values["intermediate_size"], values["patch_size"]
     shapes: dict[str, Shape] = {
-        "embeddings.class_embedding": (width,),
+        _CLASS_EMBEDDING: (width,),
         "embeddings.patch_embedding.weight": (width, values["num_channels"], patch, patch),
         "embeddings.position_embedding.weight": ((values["image_size"] // patch) ** 2 + 1, width),
         **_layer("pre_layrnorm", (width,)),
@@ -223,9 +228,9 @@ def weights(component: str, config: Mapping[str, Any]) -> dict[str, Shape] | Non
 
 
 def vae_names(names: Sequence[str]) -> dict[str, str]:
-    """Return diffusers' names of the tensors in a file, by name."""
+    """Return diffusers' names of the tensors in a file, by name; of files that are no VAE, none."""
     if "decoder.middle.0.residual.0.gamma" not in names:
-        return {name: name for name in names}
+        return {name: name for name in names} if "decoder.conv_in.weight" in names else {}
     return {name: _vae_name(name) for name in names}
 
 

@@ -320,12 +320,23 @@ class WanFamily(Family):
     single_files: SingleFiles | None = file_names
     part_files: Mapping[str, PartFiles] = {
         "text_encoder": PartFiles(
-            part_files.text_encoder_names, part_files.text_encoder_config, part_files.text_encoder_parameters
+            part_files.text_encoder_names,
+            part_files.text_encoder_config,
+            part_files.text_encoder_parameters,
+            lambda config, transformer: bool(config["d_model"] == transformer["text_dim"]),
         ),
         IMAGE_ENCODER: PartFiles(
-            part_files.image_encoder_names, _image_encoder_config, part_files.image_encoder_parameters
+            part_files.image_encoder_names,
+            _image_encoder_config,
+            part_files.image_encoder_parameters,
+            lambda config, transformer: bool(config["hidden_size"] == transformer["image_dim"]),
         ),
-        "vae": PartFiles(part_files.vae_names, _vae_config, part_files.vae_parameters),
+        "vae": PartFiles(
+            part_files.vae_names,
+            _vae_config,
+            part_files.vae_parameters,
+            lambda config, transformer: bool(config["z_dim"] == transformer["out_channels"]),
+        ),
     }
     folder_files: Mapping[str, Sequence[FileSigns]] = {
         # Wan's own names of CLIP, with queries, keys and values in one layer.

@@ -77,7 +77,9 @@ def bundle_files(spec: ModelSpec) -> dict[str, Path]:
     components = model_files(spec.directory)
     # The configuration of a VAE tells sizes that its weights do not.
     files = {name: path for name, path in components.items() if name.partition("/")[0] not in transformers}
-    for name, path in single.items():
+    for name, path in sorted(single.items(), key=lambda item: item[0] not in transformers):
+        if path in files.values():
+            continue  # has several components
         file = path.name if name in transformers else f"{folder_of(name)}.{path.name}"
         place = path.parent if name in transformers else spec.location.parent
         files[f"{place.name}/{file}" if apart else file] = path

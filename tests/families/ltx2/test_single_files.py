@@ -23,44 +23,13 @@ from runtime.models.single_file import reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_scheduler
 from tests.families.conftest import Command
-from tests.families.ltx2.test_loras import own
+from tests.families.ltx2.published_files import PREFIX, own_names, save_combined
 from tests.tiny_models import LTX2_ARCHITECTURES, LTX2_DISTILLED
 from tests.transformer_files import State, save_fp8_scaled, save_gguf
 
 Tiny = Callable[[str], ModelSpec]
 PUBLISHED = {model.name: model for model in published_models("ltx2")}
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
-PREFIX = "model.diffusion_model."
-# Of other components in the publishers' files.
-OTHERS = (
-    "vae.decoder.conv_in.conv.weight",
-    "vae.per_channel_statistics.mean-of-means",
-    "audio_vae.decoder.conv_in.conv.weight",
-    "vocoder.conv_pre.weight",
-    "text_embedding_projection.aggregate_embed.weight",
-    f"{PREFIX}video_embeddings_connector.learnable_registers",
-    f"{PREFIX}audio_embeddings_connector.learnable_registers",
-)
-
-
-def own_names(state: Mapping[str, torch.Tensor]) -> State:
-    """Return parameters under the names of LTX-2's own code; diffusers' converter must turn them back."""
-    renames = {
-        "video_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_video",
-        "audio_a2v_cross_attn_scale_shift_table": "scale_shift_table_a2v_ca_audio",
-        "norm_q": "q_norm",
-        "norm_k": "k_norm",
-    }
-    named = {}
-    for name, tensor in state.items():
-        renamed = own(name)
-        for diffusers, original in renames.items():
-            renamed = renamed.replace(diffusers, original)
-        named[renamed] = tensor
-    back = convert_ltx2_transformer_to_diffusers({f"{PREFIX}{name}": tensor for name, tensor in named.items()})
-    # This converter has the names of LTX-2, and no modulation of the text.
-    assert {name.replace("prompt_adaln_single", "prompt_adaln") for name in back} == set(state)
-    return named
 
 
 def diffusers_names(state: Mapping[str, torch.Tensor]) -> State:
@@ -75,12 +44,6 @@ def state_of(spec: ModelSpec) -> State:
         name: tensor + 0.1 * torch.randn(tensor.shape, generator=random)
         for name, tensor in load_file(spec.directory / "transformer" / "diffusion_pytorch_model.safetensors").items()
     }
-
-
-def save_published(path: Path, state: State) -> None:
-    """Save as the publishers do: with the other components but the text encoder."""
-    file = {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in own_names(state).items()}
-    save_file(file | {name: torch.zeros(3) for name in OTHERS}, path)
 
 
 @pytest.fixture
@@ -104,7 +67,7 @@ def test_the_transformer_of_a_published_file_is_loaded(
 ) -> None:
     folder, state = weights(architecture), state_of(tiny(architecture))
     for name, save in (
-        ("published", save_published),
+        ("published", lambda path, state: save_combined(path, tiny(architecture), state)),
         ("diffusers", lambda path, state: save_file(state, path)),
         ("comfyui", lambda path, state: save_file({f"{PREFIX}{k}": v for k, v in own_names(state).items()}, path)),
     ):
@@ -117,8 +80,8 @@ def test_the_transformer_of_a_published_file_is_loaded(
             assert loaded.keys() == state.keys()
             assert all(torch.equal(loaded[key], value) for key, value in state.items())
             assert spec.parameters["transformer"] == tiny(architecture).parameters["transformer"]
-            again = reassemble(spec.single_files, {"transformer": spec.files["transformer"].config}, spec.directory)
-            assert again == spec
+            configs = {component: spec.files[component].config for component in spec.single_files}
+            assert reassemble(spec.single_files, configs, spec.directory) == spec
 
 
 @pytest.mark.parametrize("title", ["FP8 with scales", "GGUF Q8_0", "GGUF Q4_0"])
@@ -172,7 +135,7 @@ def test_the_architecture_follows_from_shapes(name: str) -> None:
 def test_the_name_of_a_file_states_whether_it_is_distilled(weights: Weights, tiny: Tiny) -> None:
     folder, state = weights("ltx-2.3"), state_of(tiny("ltx-2.3"))
     for name in ("ltx-2.3-22b-dev", "ltx-2.3-22b-distilled-fp8"):
-        save_published(folder / f"{name}.safetensors", state)
+        save_combined(folder / f"{name}.safetensors", tiny("ltx-2.3"), state)
     full, distilled = (find(name, folder) for name in ("ltx-2.3-22b-dev", "ltx-2.3-22b-distilled-fp8"))
     assert (full.defaults.steps, distilled.defaults.steps) == (30, 8)
     assert (full.noise.by_size is None, distilled.noise.by_size is None) == (False, True)
@@ -185,7 +148,7 @@ def test_the_name_of_a_file_states_whether_it_is_distilled(weights: Weights, tin
 def test_a_full_model_is_not_run_with_a_distilled_ones_steps(weights: Weights, tiny: Tiny) -> None:
     folder = weights(LTX2_DISTILLED[1])
     for name in ("ltx-2.3-22b-dev", "ltx-2.3-22b-distilled"):
-        save_published(folder / f"{name}.safetensors", state_of(tiny(LTX2_DISTILLED[1])))
+        save_combined(folder / f"{name}.safetensors", tiny(LTX2_DISTILLED[1]), state_of(tiny(LTX2_DISTILLED[1])))
     with pytest.raises(ModelError) as caught:
         find("ltx-2.3-22b-dev", folder)
     assert caught.value.code == "model.file_unfit"
@@ -241,7 +204,7 @@ def test_damaged_files_are_refused(weights: Weights, tiny: Tiny, subtests: pytes
 def test_a_video_is_made_with_a_single_file(command: Command, tiny: Tiny, weights: Weights, tmp_path: Path) -> None:
     folder = weights("ltx-2.3")
     path = folder / "base" / "ltx-dev.safetensors"
-    save_published(path, state_of(tiny("ltx-2.3")))
+    save_combined(path, tiny("ltx-2.3"), state_of(tiny("ltx-2.3")))
     size = ("--width", "96", "--height", "64", "--frames", "9", "--steps", "2", "--fps", "8", "--guidance", "1")
     code, made = command("generate", "a", "--model", str(path), *size, "--out", str(tmp_path / "x.mp4"))
     assert code == 0, made
