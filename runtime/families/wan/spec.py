@@ -687,7 +687,7 @@ def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _unquantized(transformer: TransformerSpec) -> tuple[str, ...]:
     """Return `ModelSpec.unquantized`: the encoders of a face keep their precision too."""
     names = ("patch_embedding", "condition_embedder", "proj_out")
-    return (*names, "motion_encoder", "face_encoder") if isinstance(transformer, AnimateTransformerSpec) else names
+    return (*names, *file_names.FACE_ENCODERS) if isinstance(transformer, AnimateTransformerSpec) else names
 
 
 def vae_spec(config: Mapping[str, Any]) -> VaeSpec:
