@@ -1,6 +1,7 @@
 """Single files of Wan transformers in the formats in use, made of diffusers' modules with the formats' own tools."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers import WanAnimateTransformer3DModel, WanTransformer3DModel, WanVACETransformer3DModel
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from safetensors.torch import load_file, save_file
 
@@ -49,6 +50,66 @@ def wan_names(state: Mapping[str, torch.Tensor]) -> State:
     return named
 
 
+def animate_names(state: Mapping[str, torch.Tensor]) -> State:
+    """Return Animate's parameters under the names of Wan's own code, with the filters that its files have."""
+    named = {}
+    for name, tensor in state.items():
+        if name.startswith("motion_"):
+            # Biases have axes of one.
+            named[_motion_name(name)] = tensor.reshape(1, -1, 1, 1) if name.endswith("act_fn.bias") else tensor
+        elif name.startswith("face_encoder."):
+            named[re.sub(r"(conv\w+)", r"\1.conv", name)] = tensor
+        elif name.startswith("face_adapter.") and ".to_k." in name:  # one layer with the values'
+            both = torch.cat([tensor, state[name.replace(".to_k.", ".to_v.")]])
+            named[name.replace("adapter.", "adapter.fuser_blocks.").replace(".to_k.", ".linear1_kv.")] = both
+        elif name.startswith("face_adapter.") and ".to_v." not in name:
+            own_name = name.replace("adapter.", "adapter.fuser_blocks.")
+            for diffusers, wan in {
+                "to_q": "linear1_q",
+                "to_out": "linear2",
+                "norm_q": "q_norm",
+                "norm_k": "k_norm",
+            }.items():
+                own_name = own_name.replace(f".{diffusers}.", f".{wan}.")
+            named[own_name] = tensor
+        elif not name.startswith("face_adapter."):
+            named[_wan_name(name)] = tensor
+    assert set(animate_names_back(dict(named))) == set(state)
+    return named | {
+        f"{_CONVOLUTIONS}.{number}.{layer}.0.kernel": torch.ones(4, 4)
+        for number in (1, 7)
+        for layer in ("conv2", "skip")
+    }
+
+
+def animate_names_back(state: Mapping[str, torch.Tensor]) -> State:
+    """Return parameters under diffusers' names, by diffusers' converter."""
+    parameters = {name: tensor for name, tensor in state.items() if not name.endswith(".kernel")}
+    converted: State = convert_wan_transformer_to_diffusers(parameters)
+    return converted
+
+
+_CONVOLUTIONS = "motion_encoder.enc.net_app.convs"
+
+
+def _motion_name(name: str) -> str:
+    block = re.fullmatch(r"motion_encoder\.res_blocks\.([0-9])\.(\w+)\.(.+)", name)
+    if block is not None:
+        parameter = block[3].removeprefix("act_fn.")
+        # A filter comes first, except in the first convolution.
+        place = (block[2] != "conv1") + (parameter == "bias")
+        return f"{_CONVOLUTIONS}.{int(block[1]) + 1}.{block[2].removeprefix('conv_')}.{place}.{parameter}"
+    for diffusers, wan in {
+        "motion_encoder.conv_in.weight": f"{_CONVOLUTIONS}.0.0.weight",
+        "motion_encoder.conv_in.act_fn.bias": f"{_CONVOLUTIONS}.0.1.bias",
+        "motion_encoder.conv_out": f"{_CONVOLUTIONS}.8",
+        "motion_encoder.motion_network": "motion_encoder.enc.fc",
+        "motion_encoder.motion_synthesis_weight": "motion_encoder.dec.direction.weight",
+    }.items():
+        name = name.replace(diffusers, wan)
+    return name
+
+
 def _wan_name(name: str) -> str:
     if name.endswith(_MODULATION):
         return name.replace(_MODULATION, "modulation") if "." in name else "head.modulation"
@@ -60,10 +121,14 @@ def _wan_name(name: str) -> str:
 
 
 def wide_transformer(seed: int = 0, **more: Any) -> Any:
-    """Return a tiny transformer whose rows are whole blocks of every type of GGUF: 256 values; VACE's by its layers."""
+    """Return a tiny transformer whose rows are whole blocks of every type of GGUF: 256 values.
+
+    VACE's by its layers, and Animate's by its channels of poses.
+    """
     torch.manual_seed(seed)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 128, "ffn_dim": 256, "num_layers": 2, "freq_dim": 32}
     kind = WanVACETransformer3DModel if "vace_layers" in more else WanTransformer3DModel
+    kind = WanAnimateTransformer3DModel if "latent_channels" in more else kind
     return kind(
         **{**sizes, "in_channels": 16, "out_channels": 16, "text_dim": 32, "rope_max_seq_len": 1024, **more}
     ).eval()

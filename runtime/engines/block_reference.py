@@ -116,13 +116,16 @@ def random_text(spec: ModelSpec) -> torch.Tensor:
 
 
 def _size(spec: ModelSpec, tokens: int) -> LatentSize:
-    """Return the latent size of the model's own clip, with as many frames as fit into one call, but at least one."""
+    """Return the latent size of the model's own clip, with as many frames as fit into one call, but at least one.
+
+    A latent frame that comes before the clip, as that of a character does, is one more.
+    """
     defaults, (patch, *_) = spec.defaults, spec.transformer.patch_size
     _, _, frames, height, width = spec.latent_shape(defaults.frames, defaults.height, defaults.width)
     if spec.section is not None:
         return frames, height, width
     a_frame = prod(side // size for side, size in zip((height, width), spec.transformer.patch_size[1:], strict=True))
-    return patch * max(1, min(frames // patch, tokens // a_frame)), height, width
+    return patch * max(1 + spec.leading_latents, min(frames // patch, tokens // a_frame)), height, width
 
 
 def _noise_and_clip(spec: ModelSpec, size: LatentSize) -> tuple[torch.Tensor, torch.Tensor]:

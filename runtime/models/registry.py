@@ -243,9 +243,10 @@ class SingleFiles(Protocol):
     def UNQUANTIZED(self) -> Sequence[str]:  # noqa: N802 - of a module
         """See `ModelSpec.unquantized`."""
 
-    def diffusers_names(self, names: Sequence[str]) -> dict[str, str]:
+    def diffusers_names(self, names: Sequence[str]) -> Mapping[str, str | tuple[str, ...]]:
         """Return diffusers' names of the parameters in a file, by name; an unknown name stays as it is.
 
+        Several names are those of equal parts of the rows, in order.
         Tensors of other components are left out, where files have them too.
         """
 

@@ -148,10 +148,9 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
         names = family.single_files
         if names is None:
             continue
-        renamed = names.diffusers_names(list(stored))
-        if len(set(renamed.values())) < len(renamed):
+        weights = _renamed(stored, names.diffusers_names(list(stored)))
+        if weights is None:
             continue
-        weights = {renamed[key]: weight for key, weight in stored.items() if key in renamed}
         config = names.config_of({key: weight.shape for key, weight in weights.items()}, candidates)
         if config is not None:
             _check(path, weights, dict(names.parameters(config)))
@@ -161,6 +160,27 @@ def read_transformer(path: Path, candidates: Sequence[Mapping[str, Any]] = ()) -
             files = WeightFiles.of(weights, config, names.UNQUANTIZED)
             return TransformerFile(path, name, files, expert, model, experts)
     raise ModelError("model.file_unknown", file=path.name, tensors=[key[:_MAX_NAME_LENGTH] for key in list(stored)[:3]])
+
+
+def _renamed(
+    stored: Mapping[str, StoredWeight], names: Mapping[str, str | tuple[str, ...]]
+) -> dict[str, StoredWeight] | None:
+    """Return weights under the names of `SingleFiles.diffusers_names`; `None` if two have the same one.
+
+    Some programs store biases of convolutions with axes of one.
+    """
+    weights: dict[str, StoredWeight] = {}
+    for key, weight in stored.items():
+        renamed = names.get(key, ())
+        parts = (renamed,) if isinstance(renamed, str) else renamed
+        if len(parts) > 1 and (not weight.shape or weight.shape[0] % len(parts)):
+            return None
+        for number, name in enumerate(parts):
+            if name in weights:
+                return None
+            part = weight if len(parts) == 1 else weight.rows(number, len(parts))
+            weights[name] = part.as_vector if name.endswith(".bias") else part
+    return weights
 
 
 class PartFile(NamedTuple):

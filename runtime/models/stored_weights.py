@@ -26,7 +26,7 @@ Scales of activations are not used: activations are not quantized. Nothing is un
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,12 @@ class FileTensor:
     nbytes: int
     format: ComfyFormat | None = None
 
+    def rows(self, number: int, count: int) -> "FileTensor":
+        """Return one of `count` equal parts along the first axis, which is stored in order in all formats."""
+        nbytes = self.nbytes // count
+        shape = (self.shape[0] // count, *self.shape[1:])
+        return replace(self, shape=shape, offset=self.offset + number * nbytes, nbytes=nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
@@ -158,6 +164,20 @@ class StoredWeight:
     def nbytes(self) -> int:
         """The bytes of data and scales."""
         return sum(part.nbytes for part in self.parts)
+
+    def rows(self, number: int, count: int) -> "StoredWeight":
+        """Return one of `count` equal parts of the rows, in the same file; their number is a multiple of `count`."""
+        scales = tuple(scale if prod(scale.shape) == 1 else scale.rows(number, count) for scale in self.scales)
+        shape = (self.shape[0] // count, *self.shape[1:])
+        return replace(self, shape=shape, data=self.data.rows(number, count), scales=scales)
+
+    @property
+    def as_vector(self) -> "StoredWeight":
+        """The same values without the axes of one, if one other axis is left; the weight itself otherwise."""
+        if max(self.shape, default=0) != self.elements:
+            return self
+        shape = (self.elements,)
+        return replace(self, shape=shape, data=replace(self.data, shape=shape))
 
 
 @dataclass(frozen=True, kw_only=True)

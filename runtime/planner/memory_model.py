@@ -548,7 +548,8 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     norm in float32.
 
     While the first block that reads a control video runs, there are also the tokens of that, in the engines' precision,
-    and the stream before and after the block that its result is added to.
+    and the stream before and after the block that its result is added to. Where blocks attend to a face, there is the
+    norm of their queries in float32, twice, since PyTorch does not have a kernel for it everywhere.
 
     In LTX-2, where queries, keys and values between the streams have half the width, a third stream takes the place of
     what that leaves; the sound's tokens are few.
@@ -561,7 +562,7 @@ def _blocks_bytes(workload: Workload, name: str, tokens: int) -> int:
     size = tokens * (2 * _FLOAT32 * width + _BLOCK_TENSORS * element * width)
     size += _FLOAT32 * tokens * transformer.rotation_values
     if workload.spec.control_input is not None:
-        size += tokens * (2 * _FLOAT32 + element) * width
+        size += tokens * (2 * _FLOAT32 + (element if workload.spec.control_input.blocks else 0)) * width
     call = min(tokens, max(use.tokens for use in uses) or tokens)
     size += call * (_FLOAT32 + 2 * element) * width
     if workload.spec.is_packed:  # the block's weights are dequantized for its engines

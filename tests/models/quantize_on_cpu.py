@@ -11,7 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideoTransformer3DModel, WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers import (
+    HunyuanVideoTransformer3DModel,
+    WanAnimateTransformer3DModel,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from diffusers.quantizers.bitsandbytes import bnb_quantizer
 from safetensors.torch import save_file
 
@@ -19,6 +24,7 @@ from runtime.core.loras import LoraUse
 from runtime.core.plan import ComponentPlan, Speed
 from runtime.execution.offload import Placement, place
 from runtime.families.hunyuan_video.spec import UNQUANTIZED
+from runtime.families.wan.file_names import UNQUANTIZED as UNQUANTIZED_ANIMATE
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.lora_fusing import fuse
 from runtime.models.loras import read_lora
@@ -75,6 +81,7 @@ def main(kind: str, folder: Path) -> None:
     found["cached"] = with_cache(kind, folder, inputs)
     found["joined"] = with_joined_layers(kind, folder / "hunyuan")
     found["steered"] = with_control_blocks(kind, folder / "vace")
+    found["animated"] = with_a_face(kind, folder / "animate")
     if kind == FP8:
         models = {folder: WanTransformer3DModel, folder / "hunyuan": HunyuanVideoTransformer3DModel}
         found["streamed"] = [streamed(own, model) for own, model in models.items()]
@@ -198,6 +205,32 @@ def with_control_blocks(kind: str, folder: Path) -> dict[str, Any]:
     for module in (load(folder, model=model), quantized):
         denoiser = PyTorchDenoiser(module, Speed(text_kept=True))
         denoiser.steer((1.0, 0.5))
+        results.append(denoiser(latents, torch.tensor(500.0), text).float())
+    wanted, got = results
+    return {"quantized": counted, "error": ((got - wanted).norm() / wanted.norm()).item()}
+
+
+@torch.no_grad()
+def with_a_face(kind: str, folder: Path) -> dict[str, Any]:
+    """Quantize Animate's blocks and attentions to a face, and compute them as jobs do."""
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 32, "text_dim": 64, "freq_dim": 32, "ffn_dim": 256}
+    face = {"motion_encoder_size": 16, "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_style_dim": 8}
+    face |= {"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 16, "inject_face_latents_blocks": 1}
+    model: Any = WanAnimateTransformer3DModel
+    model(**sizes, **face, num_layers=2, image_dim=32, added_kv_proj_dim=128).save_pretrained(folder / "transformer")
+    latents, text = torch.randn(1, 52, 3, 8, 8), torch.randn(1, 5 + 512, 64).bfloat16()
+    quantized = load(folder, kind, model, UNQUANTIZED_ANIMATE)
+    if kind == FP8:
+        install_fp8_linear(quantized)
+    parts = {"blocks": quantized.face_adapter, "encoders": quantized.motion_encoder}
+    counted = {
+        name: sum(type(parameter) is not torch.nn.Parameter for parameter in part.parameters())
+        for name, part in parts.items()
+    }
+    results = []
+    for module in (load(folder, model=model), quantized):
+        denoiser = PyTorchDenoiser(module, Speed(text_kept=True))
+        denoiser.steer((), torch.randint(0, 256, (5, 16, 16, 3), generator=torch.Generator().manual_seed(0)).byte())
         results.append(denoiser(latents, torch.tensor(500.0), text).float())
     wanted, got = results
     return {"quantized": counted, "error": ((got - wanted).norm() / wanted.norm()).item()}

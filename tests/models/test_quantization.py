@@ -123,4 +123,6 @@ def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(
     # The first of two control blocks has a projection before it; those after them keep their precision.
     assert found["steered"]["quantized"] == 2 * 10 + 1
     assert 0 < found["steered"]["error"] < ERRORS[kind]
+    assert found["animated"]["quantized"] == {"blocks": 2 * 4, "encoders": 0}
+    assert 0 < found["animated"]["error"] < ERRORS[kind]
     assert found.get("streamed") == ([True, True] if kind == "fp8" else None)

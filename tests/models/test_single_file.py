@@ -12,12 +12,12 @@ import gguf
 import pytest
 import torch
 from accelerate import init_empty_weights
-from diffusers import WanTransformer3DModel, WanVACETransformer3DModel
+from diffusers import WanAnimateTransformer3DModel, WanTransformer3DModel, WanVACETransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from runtime.cli.main import run
-from runtime.core.errors import ModelError, TandemError
+from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import Lora
 from runtime.core.plan import ComponentPlan
 from runtime.core.request import GenerationRequest
@@ -25,11 +25,13 @@ from runtime.engines.programs import load_program
 from runtime.execution.block_engines import _parameter
 from runtime.families.wan import file_names
 from runtime.families.wan.transformer import PyTorchDenoiser
+from runtime.families.wan.transformer_spec import AnimateTransformerSpec
 from runtime.models import catalogue, gguf_files, single_file
 from runtime.models.catalogue import find, look_up, unusable
 from runtime.models.loras import with_loras
 from runtime.models.packed_layers import PackedLinear, read_plain
 from runtime.models.registry import published_models
+from runtime.models.requested import with_inputs
 from runtime.models.single_file import expert_of, model_name, other_expert, reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.stored_weights import file_tensors, stored_weights
@@ -38,6 +40,7 @@ from runtime.models.weights import load_module, load_stored
 from runtime.planner.memory_model import weights_bytes
 from tests import lora_files, transformer_files
 from tests.plans import machine
+from tests.tiny_models import ANIMATE
 from tests.transformer_files import (
     FOLDERS,
     FORMATS,
@@ -53,6 +56,22 @@ from tests.transformer_files import (
 
 # Of a control branch: one block for every second one.
 CONTROL: dict[str, Any] = {"num_layers": 4, "vace_layers": [0, 2], "vace_in_channels": 2 * 16 + 8**2}
+# Of a face: encoders and attentions, with sizes that do not repeat each other; levels have diffusers' sides.
+FACE: dict[str, Any] = {
+    "num_layers": 4,
+    "in_channels": 36,
+    "latent_channels": 16,
+    "image_dim": 24,
+    "added_kv_proj_dim": 256,
+    "motion_encoder_channel_sizes": {str(1 << power): power for power in range(2, 10)},
+    "motion_style_dim": 6,
+    "motion_dim": 3,
+    "motion_encoder_dim": 7,
+    "face_encoder_hidden_dim": 5,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 2,
+}
+KINDS: tuple[Any, ...] = (WanTransformer3DModel, WanVACETransformer3DModel, WanAnimateTransformer3DModel)
 Tiny = Callable[[str], ModelSpec]
 FLOAT32 = ComponentPlan(backend="pytorch", device="cpu", dtype="float32", weights_bytes=0, reasons=())
 
@@ -163,13 +182,93 @@ def test_files_of_vace_compute_what_their_own_tools_read(title: str, weights: Pa
     assert torch.allclose(got, wanted, rtol=0, atol=1e-5)
 
 
+def save_bf16(path: Path, state: State, named: transformer_files.Renamed, prefix: str = "") -> State:
+    """Save in bfloat16, under names of a kind; return what the file holds."""
+    held = {name: tensor.bfloat16() for name, tensor in state.items()}
+    save_file({f"{prefix}{name}": tensor.contiguous() for name, tensor in named(held).items()}, path)
+    return held
+
+
+ANIMATE_NAMES: dict[str, Any] = {
+    "named": transformer_files.animate_names,
+    "back": transformer_files.animate_names_back,
+}
+ANIMATE_FILES: dict[str, Callable[[Path, State], State]] = {
+    "Wan2.2_animate_14B_bf16.safetensors": lambda path, state: save_bf16(
+        path, state, transformer_files.animate_names, "model.diffusion_model."
+    ),
+    "diffusers.safetensors": lambda path, state: save_bf16(path, state, dict),
+    "Wan2_2-Animate-14B_fp8_e4m3fn_scaled_KJ.safetensors": lambda path, state: save_fp8_scaled(
+        path, state, **ANIMATE_NAMES
+    ),
+    "Wan2.2-Animate-14B-Q4_K_M.gguf": lambda path, state: save_gguf(path, state, "Q4_K", **ANIMATE_NAMES),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANIMATE_FILES)
+def test_files_of_animate_hold_the_same_weights(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny(ANIMATE).directory, tmp_path / "base")
+    module = wide_transformer(seed=3, **FACE)
+    state = dict(module.state_dict())
+    held = ANIMATE_FILES[name](tmp_path / name, state)
+    spec = find(Path(name).stem, tmp_path)
+    assert isinstance(spec.transformer, AnimateTransformerSpec) and spec.transformer.face_blocks == 2
+    assert spec.control_input is not None and spec.control_input.required == ("control", "face")
+    assert spec.parameters["transformer"] == sum(tensor.numel() for tensor in state.values())
+    config = spec.files["transformer"].config
+    assert {key: config[key] for key in FACE} == FACE and config["motion_encoder_size"] == 512
+    loaded: Any = load_module(spec, "transformer", FLOAT32, dequantize=True)
+    assert isinstance(loaded, WanAnimateTransformer3DModel)
+    assert set(held) == set(state) == set(loaded.state_dict())
+    # Quantized in blocks and attentions to the face only; values of some formats are rounded once more.
+    for key, tensor in loaded.state_dict().items():
+        torch.testing.assert_close(tensor, held[key].float(), rtol=0, atol=1e-5 if "Q4_K" in name else 0, msg=key)
+    packed = [
+        key
+        for key, layer in load_module(spec, "transformer", FLOAT32).named_modules()
+        if isinstance(layer, PackedLinear)
+    ]
+    assert sum(key.startswith("face_adapter.") for key in packed) == (2 * 4 if "_fp8" in name or "Q4" in name else 0)
+    assert not any(key.startswith(("motion_", "face_encoder")) for key in packed)
+    again = reassemble(spec.single_files, {"transformer": config}, spec.directory)
+    assert again == spec
+
+
+def test_files_of_other_kinds_take_no_face(weights: Path, tiny: Tiny, tmp_path: Path) -> None:
+    """A file is what its tensors are, whatever its name and the folder beside it."""
+    shutil.copytree(tiny(ANIMATE).directory, tmp_path / "base")
+    shutil.copytree(tiny("wan2.1").directory, weights / "other")
+    request = {"prompt": "a boat", "model": "Wan2.2-Animate-14B", "face": "face.mp4", "control": "control.mp4"}
+    for more in ({}, CONTROL):
+        save_plain(tmp_path / "Wan2.2-Animate-14B.safetensors", module_state(**more), torch.bfloat16)
+        spec = find("Wan2.2-Animate-14B", tmp_path)
+        assert "nimate" not in spec.title
+        with pytest.raises(InvalidRequestError) as caught:
+            with_inputs(spec, GenerationRequest.from_mapping(request), tmp_path, tmp_path)
+        expected = ("face", "control.other_model") if more else ("control", "control.model_without")
+        assert (caught.value.field, caught.value.code) == expected
+    # Of Animate, without the components that it needs.
+    save_bf16(weights / "animate.safetensors", module_state(**FACE), transformer_files.animate_names)
+    assert refused("animate", weights).code == "model.file_unfit"
+    for missing, code in (
+        ("face_adapter.fuser_blocks.1.linear2.weight", "model.file_tensor_missing"),
+        ("motion_encoder.enc.fc.4.bias", "model.file_tensor_missing"),
+        ("img_emb.proj.0.weight", "model.file_unknown"),
+    ):
+        state = transformer_files.animate_names(module_state(**FACE))
+        save_file(without(missing)(state), weights / "animate.safetensors")
+        assert refused("animate", weights).code == code, missing
+
+
 def test_a_file_of_vace_is_the_published_model() -> None:
     """Shapes alone fit plain models as well: all their tensors are in VACE's."""
     for known in published_models("wan"):
         config = {"num_attention_heads": 1, "attention_head_dim": 1, **known.configs["transformer"]}
         found = single_file._known(published_models("wan"), config, known.experts, Path(f"{known.name}.safetensors"))
         assert found is not None
-        assert ("vace_layers" in found.configs["transformer"]) == ("vace_layers" in known.configs["transformer"])
+        kind = "_class_name"
+        assert found.configs["transformer"].get(kind) == known.configs["transformer"].get(kind)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
@@ -220,7 +319,8 @@ def test_both_of_comfyuis_scales_are_read(style: str, state: State, weights: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("known", published_models("wan"), ids=lambda known: known.name)
 def test_published_architectures_are_recognised_by_names_and_shapes(known: Any) -> None:
-    kind = WanVACETransformer3DModel if "vace_layers" in known.configs["transformer"] else WanTransformer3DModel
+    named_kind = known.configs["transformer"].get("_class_name", "WanTransformer3DModel")
+    kind = {kind.__name__: kind for kind in KINDS}[named_kind]
     with init_empty_weights():
         module: Any = kind.from_config(known.configs["transformer"])
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -233,8 +333,11 @@ def test_published_architectures_are_recognised_by_names_and_shapes(known: Any) 
     position = "condition_embedder.image_embedder.pos_embed"
     own = {name: parameter for name, parameter in module.named_parameters() if name != position}
     # The two names that diffusers' converter does not have.
-    named = [*transformer_files.wan_names(own), *(["img_emb.emb_pos"] if position in shapes else [])]
-    assert set(file_names.diffusers_names(named).values()) == set(shapes)
+    of_face = "face_adapter.0.to_q.weight" in shapes
+    renamed = transformer_files.animate_names if of_face else transformer_files.wan_names
+    named = [*renamed(own), *(["img_emb.emb_pos"] if position in shapes else [])]
+    found = file_names.diffusers_names(named).values()
+    assert {name for names in found for name in ((names,) if isinstance(names, str) else names)} == set(shapes)
 
 
 def test_types_of_gguf() -> None:

@@ -13,10 +13,11 @@ from diffusers import WanAnimatePipeline
 from PIL import Image
 
 from runtime.core.cancel import Cancel
-from runtime.core.errors import InvalidRequestError
+from runtime.core.errors import EngineError, InvalidRequestError
 from runtime.core.events import (
     Event,
     Failed,
+    FellBack,
     FramesDecoded,
     Paused,
     SectionDone,
@@ -24,7 +25,9 @@ from runtime.core.events import (
     StepDone,
     VideoSaved,
 )
+from runtime.core.plan import Split
 from runtime.core.request import GenerationRequest
+from runtime.engines.service import OpenEngines
 from runtime.execution.residency import Residency
 from runtime.models.catalogue import look_up
 from runtime.models.requested import with_inputs
@@ -35,7 +38,10 @@ from runtime.pipeline.stages import control_clip, video_frames
 from runtime.planner.clip import check_size
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.video.mp4 import read_metadata
+from tests.block_engine_files import in_blocks, stock
+from tests.families.test_second_family import mean_difference
 from tests.pipeline.killing import killed
+from tests.pipeline.runs import events_of
 from tests.pipeline.test_control import assert_survives_pauses_and_a_kill
 from tests.pipeline.test_from_video import Clip, final_latents, starve_encoding
 from tests.pipeline.test_out_of_memory import outs
@@ -55,6 +61,10 @@ SOURCES = {
     "background": "mandelbrot=size=64x32:rate=8",
     "mask": f"color=black:size=64x32:rate=8:duration=4,geq=lum='{_LUMA}':cb=128:cr=128",
 }
+# Of two processes: each has a pass of guidance, and half of the tokens.
+SHARED = tuple(
+    Split(devices=("cpu",) * 2, guidance=guidance, sequence=2 // guidance, decode=False) for guidance in (2, 1)
+)
 MOVE, REPLACE = ("control", "face"), ("control", "face", "background", "mask")
 
 
@@ -287,6 +297,60 @@ def test_memory_files_that_are_gone_and_weights_that_wait(
     assert isinstance(failed, Failed) and (failed.fact.code, failed.fact.data["file"]) == ("source.gone", "face.mp4")
 
 
+@pytest.mark.slow
+def test_segments_on_engines_have_the_same_frames(
+    tiny: Tiny,
+    sources: Path,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls, failing = list[str](), set[int]()
+    write = OpenEngines.write
+
+    def watch(self: OpenEngines, program: str, inputs: Any, outputs: Any) -> None:
+        calls.append(program)
+        write(self, program, inputs, outputs)
+        if len(calls) in failing:
+            raise EngineError("engine.failed", error="on purpose")
+
+    monkeypatch.setattr(OpenEngines, "write", watch)
+    clip = planned(in_segments(tiny(ANIMATE), 9), sources, tmp_path, *REPLACE, frames=17, steps=1)
+    spec, service = clip.spec, stock(clip.spec, tmp_path, tmp_path_factory)
+    on_engines = in_blocks(with_strategy(clip.plan, keep_loaded=True), spec)
+
+    def made(plan: Any) -> tuple[bytes, int]:
+        """Return the frames and the number of fallbacks."""
+        calls.clear()
+        with Residency(service, keep_prompts=False) as residency:
+            events = events_of(plan, spec, residency)
+        assert isinstance(events[-1], VideoSaved), events[-1]
+        return frames_of(plan.output), sum(isinstance(event, FellBack) for event in events)
+
+    pixels, _ = made(clip.plan)
+    assert not calls
+    found, fallen = made(on_engines)
+    # Each part of four blocks, in two segments.
+    assert (len(calls), fallen) == (3 * 4 * 2, 0) and mean_difference(found, pixels) < 0.1
+    failing.add(14)
+    found, fallen = made(on_engines)
+    assert fallen == 1 and mean_difference(found, pixels) < 0.1
+    failing.clear()
+    # Two processes that share the tokens of a pass.
+    found, fallen = made(on_engines.replace(split=SHARED[1]))
+    assert fallen == 0 and mean_difference(found, pixels) < 0.1
+
+
+@pytest.mark.slow
+def test_segments_of_several_processes_equal_those_of_one(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
+    values = {"frames": 17, "steps": 2, "guidance_scale": 3.0}
+    clip = planned(in_segments(tiny(ANIMATE), 9), sources, tmp_path, *REPLACE, **values)
+    wanted = final_latents(clip, tmp_path / "alone")
+    got = final_latents(Clip(clip.plan.replace(split=SHARED[0]), clip.spec), tmp_path / "shared")
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
 def test_checkpoints_are_of_the_same_inputs(tiny: Tiny, sources: Path, tmp_path: Path) -> None:
     clips = [
         planned(tiny(ANIMATE), sources, tmp_path, *inputs, **values)
@@ -346,7 +410,6 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], str, str]] = {
     "last image": (MOVE, {"last_image": "image.png"}, "last_image", "image.model_without_last"),
     "extend": (MOVE, {"image": None, "extend": "control.mp4"}, "extend", "source.not_continued"),
     "video": (MOVE, {"image": None, "video": "control.mp4"}, "video", "source.model_without"),
-    "gpus": (MOVE, {"gpus": 2}, "gpus", "family.option_unsupported"),
     "too long": (MOVE, {"frames": 37}, "frames", "planner.video_too_short"),
     "no video": (MOVE, {"face": "image.png"}, "face", "source.no_video"),
 }

@@ -178,8 +178,7 @@ class SharedControlDenoiser(SharedDenoiser):
 
     def steer(self, scales: tuple[float, ...], face: torch.Tensor | None = None) -> None:
         """See `ControlDenoiser`."""
-        assert face is None, "models of characters run on one GPU"
-        self._group.call("steer", self.check, name=self._name, scales=scales)
+        self._group.call("steer", self.check, [] if face is None else [face], name=self._name, scales=scales)
 
 
 def _denoiser_kind(spec: ModelSpec) -> type[SharedDenoiser]:

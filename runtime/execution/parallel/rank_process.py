@@ -269,9 +269,9 @@ class Rank:
         cast("StreamDenoiser", self._denoisers[task["name"]]).see(streams, tuple(task["skipping_blocks"]))
         return {}, []
 
-    def steer(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
-        """Set how much a video follows what steers it."""
-        cast("ControlDenoiser", self._denoisers[task["name"]]).steer(tuple(task["scales"]))
+    def steer(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:
+        """Set how much a video follows what steers it, and the frames of a face, if there are any."""
+        cast("ControlDenoiser", self._denoisers[task["name"]]).steer(tuple(task["scales"]), *tensors)
         return {}, []
 
     def forward(self, task: Mapping[str, Any], tensors: list[torch.Tensor]) -> Answer:

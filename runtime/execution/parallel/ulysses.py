@@ -51,14 +51,18 @@ class Tokens:
         """Tokens of one process, padding included."""
         return -(-self.count // self._degree)
 
+    @property
+    def start(self) -> int:
+        """The place of this process's first token; beyond the end of the pass if it has padding only."""
+        return self._number * self.share
+
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Return this process's share of a tensor with all tokens, (batch, tokens, …)."""
-        start = self._number * self.share
-        return _padded(x[:, start : start + self.share], self.share)
+        return _padded(x[:, self.start : self.start + self.share], self.share)
 
     def own_first(self, count: int) -> int:
         """Return how many of this process's tokens are among the first `count` tokens of the pass."""
-        return min(max(count - self._number * self.share, 0), self.share)
+        return min(max(count - self.start, 0), self.share)
 
     def all(self, x: torch.Tensor) -> torch.Tensor:
         """Gather the shares of all processes: return all tokens, (batch, tokens, …)."""
@@ -68,7 +72,7 @@ class Tokens:
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
         """See `Sharing`."""
-        return x[:, : max(self.count - self._number * self.share, 0)]
+        return x[:, : max(self.count - self.start, 0)]
 
     def summed(self, values: torch.Tensor) -> list[float]:
         """See `Sharing`; every process adds the gathered values in the same order."""

@@ -7,6 +7,8 @@ Equal to diffusers' `WanAnimateTransformer3DModel` and `WanAnimatePipeline` up t
 - The attention to the face is added within the block before it, so that step caches see both, and steps that skip the
   blocks skip it too.
 - The latents of the poses are further channels of the latents that a `Denoiser` takes.
+- A process with a share of the tokens completes its first and last latent frame with zeros: tokens do not depend on
+  each other in the attention to the face.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,62 +29,80 @@ def face_blocks(module: Any) -> Sequence[Any]:
     return blocks
 
 
-def face_step(block: Any, x: torch.Tensor, face: torch.Tensor) -> torch.Tensor:
+def face_step(block: Any, x: torch.Tensor, face: torch.Tensor, before: int = 0, after: int = 0) -> torch.Tensor:
     """Return the sum of hidden states and what they attend to of a face. The function is compiled as a whole.
 
     Tokens of a latent frame attend to those of the face in the same latent frame.
 
     Args:
         block: a `WanAnimateFaceBlockCrossAttention`.
-        x: hidden states, (batch, tokens, width).
-        face: from `face_tokens`.
+        x: hidden states, (batch, tokens, width), in the dtype of the block's arithmetic or float32.
+        face: from `face_tokens`, of the latent frames that the tokens are in.
+        before, after: how many tokens the first latent frame lacks, and the last one.
     """
     batch, frames = face.shape[:2]
     heads = (block.heads, -1)
-    query = block.norm_q(block.to_q(block.pre_norm_q(x)).unflatten(2, heads))
+    query = block.norm_q(block.to_q(block.pre_norm_q(x).to(face.dtype)).unflatten(2, heads))
+    if before or after:
+        query = F.pad(query, (0, 0, 0, 0, before, after))
     normed = block.pre_norm_kv(face).flatten(1, 2)
     keys = block.norm_k(block.to_k(normed).unflatten(2, heads))
     values = block.to_v(normed).unflatten(2, heads)
     by_frame = (part.unflatten(1, (frames, -1)).flatten(0, 1) for part in (query, keys, values))
     attended = block.attend_text(*by_frame).flatten(2).unflatten(0, (batch, frames)).flatten(1, 2)
-    out: torch.Tensor = x + block.to_out(attended)
+    out: torch.Tensor = x + block.to_out(attended[:, before : before + x.shape[1]])
     return out
 
 
-def face_forward(self: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor) -> torch.Tensor:
+def face_forward(
+    self: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, before: int = 0, after: int = 0
+) -> torch.Tensor:
     """Run one attention to the face; unlike diffusers', it returns the sum, see `face_step`."""
-    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states)
+    out: torch.Tensor = self.step(self, hidden_states, encoder_hidden_states, before, after)
     return out
 
 
 @dataclass(frozen=True)
 class FaceHint:
-    """An attention to the face after a block."""
+    """An attention to the face after a block; the attributes are the arguments of `face_step`."""
 
-    block: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    block: Callable[[torch.Tensor, torch.Tensor, int, int], torch.Tensor]
     face: torch.Tensor
+    before: int
+    after: int
 
     def added_to(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum with a block's output."""
-        return self.block(x, self.face)
+        return self.block(x, self.face, self.before, self.after)
 
 
-@dataclass(frozen=True)
 class FaceBranch:
     """The attentions to the face in one forward pass.
 
-    Attributes:
+    Args:
         module: a transformer with them.
         face: from `face_tokens`.
+        count: tokens of the pass.
+        own: the place of the first token that this process computes, and how many it computes; padding may follow.
     """
 
-    module: Any
-    face: torch.Tensor
+    def __init__(self, module: Any, face: torch.Tensor, count: int, own: tuple[int, int]) -> None:
+        start, tokens = own
+        of_frame = count // face.shape[1]
+        first, self._before = divmod(start, of_frame)
+        frames = -(-(self._before + tokens) // of_frame)
+        self._after = frames * of_frame - self._before - tokens
+        self._module = module
+        self._face = face
+        if (first, frames) != (0, face.shape[1]):
+            # Padding attends to the last latent frame.
+            numbers = torch.arange(first, first + frames, device=face.device).clamp(max=face.shape[1] - 1)
+            self._face = face[:, numbers]
 
     def hint(self, index: int) -> FaceHint | None:
         """Return what is added to the output of block `index`; `None` if that is nothing."""
-        number, rest = divmod(index, self.module.config.inject_face_latents_blocks)
-        return None if rest else FaceHint(self.module.face_adapter[number], self.face)
+        number, rest = divmod(index, self._module.config.inject_face_latents_blocks)
+        return None if rest else FaceHint(self._module.face_adapter[number], self._face, self._before, self._after)
 
 
 def face_tokens(module: Any, frames: torch.Tensor, passes: Sequence[str], embeds: torch.Tensor) -> torch.Tensor:
@@ -133,9 +153,9 @@ def control_latents(
 ) -> torch.Tensor:
     """Return what the transformer reads besides noise, as `WanAnimatePipeline` prepares it.
 
-    These are, for each latent frame: a mask, 1 where the clip is given, latents of what is given, and those of the
-    poses. The first latent frame is the image of the character. After it, the background is given where the mask is
-    black; without a background, frames are gray, and none is given. Frames of the clip before are given too.
+    These are, for each latent frame: a mask, 1 where the clip is known, latents of what is known, and those of the
+    poses. The first latent frame is the image of the character. After it, the background is known where the mask is
+    black; without a background, frames are gray, and nothing is known. Frames of the clip before are known too.
 
     Args:
         clip: its only reference is the image of the character.
@@ -150,19 +170,19 @@ def control_latents(
     if clip.before is not None:
         video = torch.zeros_like(clip.video) if clip.background is None else clip.background
         shown = torch.zeros(video.shape[:3], dtype=torch.bool) if clip.background is None else None
-        given = encoder.video_latents(video, tile, check, shown, chunk, clip.before)
+        known = encoder.video_latents(video, tile, check, shown, chunk, clip.before)
     elif clip.background is None:
-        given = encoder.latents([torch.zeros(3, clip.height, clip.width)], clip.frames, tile)
+        known = encoder.latents([torch.zeros(3, clip.height, clip.width)], clip.frames, tile)
     else:
-        given = encoder.video_latents(clip.background, tile, check, None, chunk)
+        known = encoder.video_latents(clip.background, tile, check, None, chunk)
     poses = encoder.video_latents(clip.video, tile, check, None, chunk)
-    mask = _given_frames(spec, clip).to(given.device)
+    mask = _known_frames(spec, clip).to(known.device)
     first = torch.cat([torch.ones_like(mask[:, :, :1]), image, torch.zeros_like(image)], dim=1)
-    return torch.cat([first, torch.cat([mask, given, poses], dim=1)], dim=2)
+    return torch.cat([first, torch.cat([mask, known, poses], dim=1)], dim=2)
 
 
-def _given_frames(spec: ModelSpec, clip: ControlClip) -> torch.Tensor:
-    """Return the mask of what is given, with the frames of each latent as channels, 0 to 1.
+def _known_frames(spec: ModelSpec, clip: ControlClip) -> torch.Tensor:
+    """Return the mask of what is known, with the frames of each latent as channels, 0 to 1.
 
     (1, frames of a latent, latent frames, height, width); the first latent frame has one frame, which is repeated.
     """

@@ -53,21 +53,22 @@ OUTSIDE = {
 IN_CONTROL_BLOCKS = {**IN_BLOCKS, "before_proj": "proj_in", "after_proj": "proj_out"}
 CONTROL_EMBEDDING = "vace_patch_embedding"
 # Animate's attentions to a face, and its layer for poses.
-_IN_FACE_BLOCKS: Names = {
+FACE_BLOCKS = "face_adapter.fuser_blocks"
+IN_FACE_BLOCKS: Names = {
     "linear1_q": "to_q",
     "linear1_kv": ("to_k", "to_v"),
     "linear2": "to_out",
     "q_norm": "norm_q",
     "k_norm": "norm_k",
 }
-_POSE_EMBEDDING = "pose_patch_embedding"
+POSE_EMBEDDING = "pose_patch_embedding"
 NAMES = LoraNames(
     blocks=[
         Blocks("blocks", "blocks", IN_BLOCKS),
         Blocks("vace_blocks", "vace_blocks", IN_CONTROL_BLOCKS),
-        Blocks("face_adapter.fuser_blocks", "face_adapter", _IN_FACE_BLOCKS),
+        Blocks(FACE_BLOCKS, "face_adapter", IN_FACE_BLOCKS),
     ],
-    outside={**OUTSIDE, CONTROL_EMBEDDING: CONTROL_EMBEDDING, _POSE_EMBEDDING: _POSE_EMBEDDING},
+    outside={**OUTSIDE, CONTROL_EMBEDDING: CONTROL_EMBEDDING, POSE_EMBEDDING: POSE_EMBEDDING},
 )
 # Layers of the attention to the image, of Wan2.1's models for images.
 _IMAGE_ATTENTION = frozenset({"attn2.add_k_proj", "attn2.add_v_proj", "attn2.norm_added_k"})
@@ -123,7 +124,7 @@ def weight_shape(spec: ModelSpec, module: str) -> tuple[int | None, ...] | None:
             f"{IMAGE_EMBEDDER}.pos_embed": (1, transformer.pos_embed_seq_len, image),
             "proj_out": (spec.vae.z_dim * patch, width),
             "scale_shift_table": (1, 2, width),
-            _POSE_EMBEDDING: (width, spec.vae.z_dim, *transformer.patch_size) if face_blocks else ABSENT,
+            POSE_EMBEDDING: (width, spec.vae.z_dim, *transformer.patch_size) if face_blocks else ABSENT,
             CONTROL_EMBEDDING: (width, transformer.vace_in_channels, *transformer.patch_size) if controls else ABSENT,
         }.get(module)
     if block[1] and not controls:

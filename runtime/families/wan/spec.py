@@ -413,7 +413,6 @@ class WanFamily(Family):
             programs=_programs(model.experts, image_input, control_input),
             image_input=image_input or _given_frames(vae, control_input),
             control_input=control_input,
-            unsupported=_unsupported(transformer),
             unquantized=_unquantized(transformer),
             video_input=_video_input(transformer, vae, model.parameters),
             block_programs=_block_programs([model.configs["transformer"]]),
@@ -465,7 +464,6 @@ def _spec(
         programs=programs,
         image_input=configs.image_input or _given_frames(configs.vae, control_input),
         control_input=control_input,
-        unsupported=_unsupported(configs.transformer),
         unquantized=_unquantized(configs.transformer),
         video_input=_video_input(configs.transformer, configs.vae, counted),
         block_programs=_block_programs(list(configs.experts.values())),
@@ -678,18 +676,8 @@ def _programs(
     }
 
 
-def _unsupported(transformer: TransformerSpec) -> frozenset[str]:
-    """Return the request fields that are not supported: several GPUs for a character."""
-    return frozenset({"gpus"}) if isinstance(transformer, AnimateTransformerSpec) else frozenset()
-
-
 def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the programs of `block_programs`, if the blocks have the norms of the published models.
-
-    There are none for a transformer with blocks for a face.
-    """
-    if any(isinstance(transformer_spec(config), AnimateTransformerSpec) for config in configs):
-        return ()
+    """Return the programs of `block_programs`, if the blocks have the norms of the published models."""
     norms = {"cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "eps": 1e-6}
     usual = all(config.get(name, value) == value for config in configs for name, value in norms.items())
     return ("block_qkv", "block_query", "block_feed_forward") if usual else ()
@@ -698,7 +686,7 @@ def _block_programs(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 def _unquantized(transformer: TransformerSpec) -> tuple[str, ...]:
     """Return `ModelSpec.unquantized`: the encoders of a face keep their precision too."""
     names = ("patch_embedding", "condition_embedder", "proj_out")
-    return (*names, "motion_encoder", "face_encoder") if isinstance(transformer, AnimateTransformerSpec) else names
+    return (*names, *file_names.FACE_ENCODERS) if isinstance(transformer, AnimateTransformerSpec) else names
 
 
 def vae_spec(config: Mapping[str, Any]) -> VaeSpec:

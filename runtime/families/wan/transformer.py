@@ -294,6 +294,7 @@ def install(
     if getattr(module, "own_first", None) is None:
         module.forward = MethodType(_forward, module)
         module.own_first = lambda count: count
+        module.own_tokens = lambda count: (0, count)
         module.control_scales = (1.0,) * len(vace.control_blocks(module))
 
 
@@ -358,7 +359,8 @@ def _forward(
     self.kernels.choose(vace.in_order(self))
     branch: vace.ControlBranch | animate.FaceBranch | None = None
     if text.face is not None:
-        branch = animate.FaceBranch(self, text.face)
+        count = math.prod(grid)
+        branch = animate.FaceBranch(self, text.face, count, self.own_tokens(count))
     if vace.control_blocks(self):
         branch = vace.ControlBranch(self, x, hidden_states, text, modulation, rotation)
     for index, block in enumerate(self.blocks):
@@ -424,6 +426,7 @@ def share_tokens(module: Any, tokens: Tokens) -> None:
     blocks: Any = module.blocks
     parts: Any = module
     parts.own_first = tokens.own_first
+    parts.own_tokens = lambda _: (tokens.start, tokens.share)
     parts.register_forward_pre_hook(count_tokens)
     parts.rope.register_forward_hook(divide_rotations)
     blocks[0].register_forward_pre_hook(divide_input)

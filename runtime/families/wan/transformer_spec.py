@@ -11,11 +11,11 @@ from runtime.models.folder import up_to
 
 _FLOAT32 = 4
 _MAX_LAYERS = 512
-VACE_CLASS, _ANIMATE_CLASS = "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"
+VACE_CLASS, ANIMATE_CLASS = "WanVACETransformer3DModel", "WanAnimateTransformer3DModel"
 # Tensors of the motion encoder's first level that are in memory at once.
 _MOTION_TENSORS = 5
 # diffusers' channels of the motion encoder's levels, by the side of the frames.
-_MOTION_CHANNELS = {4: 512, 8: 512, 16: 512, 32: 512, 64: 256, 128: 128, 256: 64, 512: 32, 1024: 16}
+MOTION_CHANNELS = {4: 512, 8: 512, 16: 512, 32: 512, 64: 256, 128: 128, 256: 64, 512: 32, 1024: 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +157,14 @@ class AnimateTransformerSpec(TransformerSpec):
         """How many blocks attend to the face."""
         return self.num_layers // self.inject_face_latents_blocks
 
+    def motion_channels(self, side: int) -> int:
+        """Return the channels of the motion encoder's level whose frames have this side.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        return (self.motion_encoder_channel_sizes or {}).get(str(side)) or MOTION_CHANNELS[side]
+
     def forward_flops(self, tokens: int, text_tokens: int) -> float:
         """See `TransformerSpec`; without the face's own tokens, which are few, and the encoders, which run once."""
         attention = 4 * tokens * self.width**2 + 4 * tokens * (self.face_encoder_num_heads + 1) * self.width
@@ -165,8 +173,7 @@ class AnimateTransformerSpec(TransformerSpec):
     def forward_bytes(self, tokens: int, element_bytes: int, *, time_per_token: bool) -> int:
         """See `TransformerSpec`; before the first block, the motion encoder runs."""
         side = self.motion_encoder_size
-        channels = (self.motion_encoder_channel_sizes or {}).get(str(side), _MOTION_CHANNELS[side])
-        motion = _MOTION_TENSORS * self.motion_encoder_batch_size * channels * side**2 * element_bytes
+        motion = _MOTION_TENSORS * self.motion_encoder_batch_size * self.motion_channels(side) * side**2 * element_bytes
         stream = tokens * element_bytes * self.width
         return max(super().forward_bytes(tokens, element_bytes, time_per_token=time_per_token), motion + stream)
 
@@ -187,7 +194,7 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
     Raises:
         ValueError: if it is incomplete or wrong.
     """
-    if config.get("_class_name") == _ANIMATE_CLASS:
+    if config.get("_class_name") == ANIMATE_CLASS:
         return _animate_spec(config)
     if config.get("_class_name") != VACE_CLASS:
         return _TRANSFORMER.validate_python(config)
@@ -203,9 +210,9 @@ def transformer_spec(config: Mapping[str, Any]) -> TransformerSpec:
 
 def _animate_spec(config: Mapping[str, Any]) -> AnimateTransformerSpec:
     spec = _ANIMATE_TRANSFORMER.validate_python({name: value for name, value in config.items() if value is not None})
-    channels = spec.motion_encoder_channel_sizes or {str(side): count for side, count in _MOTION_CHANNELS.items()}
-    needed = {str(side) for side in _MOTION_CHANNELS if side <= spec.motion_encoder_size}
-    if spec.motion_encoder_size not in _MOTION_CHANNELS or not needed <= channels.keys():
+    channels = spec.motion_encoder_channel_sizes or {str(side): count for side, count in MOTION_CHANNELS.items()}
+    needed = {str(side) for side in MOTION_CHANNELS if side <= spec.motion_encoder_size}
+    if spec.motion_encoder_size not in MOTION_CHANNELS or not needed <= channels.keys():
         raise ValueError("motion_encoder_size")
     # diffusers has no face block for the last blocks otherwise, and fails.
     if spec.num_layers % spec.inject_face_latents_blocks:

@@ -13,13 +13,19 @@ from diffusers import WanAnimateTransformer3DModel
 from torch.utils.flop_counter import FlopCounterMode
 
 from runtime.core.errors import ModelError
+from runtime.core.loras import Lora
 from runtime.core.plan import Speed
 from runtime.execution.components import PROMPTED, UNPROMPTED
+from runtime.families.wan.lora_names import FACE_BLOCKS
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.transformer_spec import AnimateTransformerSpec
+from runtime.models.loras import with_loras
 from runtime.models.registry import ABSENT, family_of, read_spec
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
+from runtime.models.weights import load_module
+from tests.families.ltx2.test_several_gpus import PART
 from tests.families.wan.test_transformer import close
+from tests.lora_files import save
 from tests.tiny_models import ANIMATE
 
 Tiny = Callable[[str], ModelSpec]
@@ -123,8 +129,9 @@ def test_the_specification_of_a_folder(tiny: Tiny) -> None:
     assert spec.control_input.face_side == SIDE and spec.control_input.required == ("control", "face")
     assert (spec.image_input.kind, spec.image_input.required, spec.image_input.tokens) == ("character", True, 5)
     assert [*spec.programs] == ["text_encoder", IMAGE_ENCODER, VAE_ENCODER, "transformer", "vae"]
-    assert spec.programs[VAE_ENCODER] == spec.programs["transformer"] == () and spec.block_programs == ()
-    assert spec.video_input is None and spec.unsupported == {"gpus"} and not spec.starts_from_images
+    assert spec.programs[VAE_ENCODER] == spec.programs["transformer"] == ()
+    assert spec.block_programs == tiny("wan2.1-i2v").block_programs != ()
+    assert spec.video_input is None and not spec.unsupported and not spec.starts_from_images
     assert spec.latent_shape(9, 32, 64) == (1, 16, 4, 4, 8)
     assert (spec.defaults.frames, spec.defaults.fps, spec.defaults.guidance_scale) == (77, 30, 1.0)
     module = reference(spec)
@@ -168,6 +175,34 @@ def test_wrong_face_encoders_are_refused(change: dict[str, Any], tiny: Tiny, tmp
     with pytest.raises(ModelError) as refused:
         read_spec(folder, "model")
     assert refused.value.code == "model.config_invalid"
+
+
+def test_a_lora_changes_blocks_and_attentions_to_the_face(tiny: Tiny, tmp_path: Path) -> None:
+    """Keys and values of a face are one layer in the names of Wan's own code, and two in diffusers'."""
+    spec, random, tensors = tiny(ANIMATE), torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    module, given = reference(spec), Inputs(spec)
+    for name, wan in (("blocks.1.ffn.net.2", "blocks.1.ffn.2"), ("face_adapter.1.to_out", f"{FACE_BLOCKS}.1.linear2")):
+        tensors |= _factors(wan, [module.get_submodule(name)], random)
+    keys_values = [module.get_submodule(f"face_adapter.0.{name}") for name in ("to_k", "to_v")]
+    tensors |= _factors(f"{FACE_BLOCKS}.0.linear1_kv", keys_values, random)
+    style = save(tmp_path / "style.safetensors", tensors)
+    wanted, predictions = given.by_diffusers(module, given.texts[0]), []
+    for loras in ([Lora(str(style), 0.5)], []):
+        denoiser = PyTorchDenoiser(load_module(with_loras(spec, loras, tmp_path), "transformer", PART))
+        denoiser.steer((), given.face)
+        predictions.append(denoiser(given.joined, torch.tensor(400.0), given.with_image(given.texts[0])))
+    assert close(predictions[0], wanted)
+    assert (predictions[1] - wanted).norm() > 0.01 * wanted.norm()
+
+
+def _factors(name: str, layers: list[Any], random: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return the factors of a change of a layer that is these in diffusers, and add half of it to them."""
+    down = torch.randn(2, layers[0].in_features, generator=random)
+    up = 0.3 * torch.randn(sum(layer.out_features for layer in layers), 2, generator=random)
+    for layer, part in zip(layers, up.chunk(len(layers)), strict=True):
+        layer.weight.data += 0.5 * part @ down
+    prefix = f"diffusion_model.{name}"
+    return {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
 
 
 def test_loras_find_the_layers_of_the_face(tiny: Tiny) -> None:
