@@ -213,6 +213,15 @@ def takes_request(command: Callable[..., Result]) -> Callable[..., Result]:
     return _takes([_PROMPT, *OPTIONS.values()], request_from_flags)(command)
 
 
+def takes_request_or_list(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate a command whose first parameter is a mapping of flags: typer sees options and a prompt, if there is one.
+
+    The mapping contains what was given, for `request_from_flags`.
+    """
+    prompt = typer.Argument(metavar="[PROMPT]", help=FIELDS["prompt"].help, show_default=False)
+    return _takes([_parameter("prompt", Annotated[str | None, prompt]), *OPTIONS.values()], _given)(command)
+
+
 def takes_options(*names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Decorate a command whose first parameter is a `GenerationRequest`: typer sees the named options instead."""
     # Commands without a prompt generate nothing; the request needs some text.

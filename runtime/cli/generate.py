@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from runtime.cli import exit_codes, terminal
 from runtime.cli.conversion import read_output, read_path
@@ -19,17 +19,19 @@ from runtime.core import settings
 from runtime.core.environment import program
 from runtime.core.errors import MODEL_UNUSABLE, OutputError, StoreError
 from runtime.core.events import FINISHING, Cancelled, Event, Failed, FellBack, OutOfMemory, Planned, VideoSaved, Warned
-from runtime.core.facts import Fact, Words, render
+from runtime.core.facts import Fact, Words, cut, render
 from runtime.core.files import give_usual_permissions
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
+from runtime.core.units import counted, duration
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, probe
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
-from runtime.pipeline.files import make_folder
+from runtime.models.wildcards import with_prompt
+from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery
@@ -38,6 +40,7 @@ from runtime.queue.instances import Instance
 from runtime.queue.job_planning import JobReplanner, continuation, queue_builds
 from runtime.queue.records import JobRecord
 from runtime.queue.run import ControlPoller, Outcome, Run, Work
+from runtime.queue.sheets import write_sheet
 from runtime.queue.store import JobStore, open_store
 from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output
@@ -47,6 +50,7 @@ if TYPE_CHECKING:  # it imports torch
 
 # A video that takes longer is generated after a question.
 _ASK_SECONDS = 3 * 3600
+_PROMPT_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         confirmed: skips the question before a video that takes hours.
     """
     environment = _Environment.load()
+    request = with_prompt(request, environment.settings.cache_dir)
     spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
     output = read_output(out, request.prompt, environment.settings.outputs_dir)
     plan = resolve(
@@ -93,6 +98,108 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         store, job = _stored(environment, stack, request, plan)
         queue_missing_engines(store, job, plan, spec, environment.engines.store)
         return _run(environment, store, job, lambda _: (spec, plan), as_json=as_json)
+
+
+def generate_all(requests: Sequence[GenerationRequest], *, confirmed: bool, as_json: bool) -> int:
+    """Generate the videos of a batch one after the other, and a contact sheet; return the exit code.
+
+    All are planned before the first one starts. Those that wait are paused jobs; see `resume_batch`.
+
+    Args:
+        confirmed: skips the question before hours of work.
+    """
+    environment = _Environment.load()
+    folder = environment.settings.outputs_dir
+    make_folder(folder)
+    planned = [_planned(environment, request) for request in requests]
+    for _, _, plan in planned:
+        _check_saving(plan, plan.output)
+    seconds = sum(plan.seconds["total"].likely for *_, plan in planned)
+    terminal.line(f"{counted(len(planned), 'video')}, about {duration(seconds)} in all.")
+    if seconds >= _ASK_SECONDS and not confirmed and not as_json and sys.stdin.isatty():
+        terminal.ask("Generate them?")
+    store = open_store(environment.settings.cache_dir)
+    if store.notice:
+        terminal.warning(str(store.notice))
+    plans = [(request, plan) for request, _, plan in planned]
+    try:
+        jobs = store.add_all(plans, held=True)
+    except StoreError as error:
+        store.close()
+        store = JobStore(None, problem=error.fact)
+        jobs = store.add_all(plans, held=True)
+    by_job = {job.id: (spec, plan) for job, (_, spec, plan) in zip(jobs, planned, strict=True)}
+    return _run_all(environment, store, jobs, lambda work: by_job[work.record.id], as_json=as_json)
+
+
+def _planned(
+    environment: _Environment, request: GenerationRequest
+) -> tuple[GenerationRequest, ModelSpec, ExecutionPlan]:
+    """Return a request as it is stored, its model and its plan, for a new file in the folder for videos."""
+    request = with_prompt(request, environment.settings.cache_dir)
+    spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
+    output = output_path(environment.settings.outputs_dir, request.prompt)
+    offers = environment.engines.offers(spec)
+    plan = resolve(request, spec, PlanningContext(environment.machine, output, offers, environment.history.read()))
+    return request, spec, plan
+
+
+def resume_batch(id_prefix: str, *, as_json: bool) -> int:
+    """Generate what is missing of the batch of the job whose id starts with `id_prefix`; return the exit code.
+
+    Raises:
+        StoreError: if the job does not exist, is no part of a batch, or all of its videos are made.
+    """
+    environment = _Environment.load()
+    store = open_store(environment.settings.cache_dir)
+    check_stored(store)
+    with Instance(store.path) as instance:
+        recovery.recover(store, instance.id)
+    job = store.find(id_prefix)
+    if job.batch is None:
+        raise StoreError("queue.not_in_batch", job=job.id)
+    members = store.list(batches=[job.batch], oldest_first=True)
+    missing = [member for member in members if member.resumable or (member.state == "queued" and member.held)]
+    if not missing:
+        raise StoreError("queue.batch_done", job=job.id)
+    replanner = JobReplanner(environment.settings.weights_dir, environment.engines, environment.history)
+
+    def plan(work: Work) -> tuple[ModelSpec, ExecutionPlan]:
+        return replanner.plan(work.record, environment.machine, deaths=store.log.deaths(work.record.id))
+
+    return _run_all(environment, store, missing, plan, as_json=as_json)
+
+
+def _run_all(
+    environment: _Environment,
+    store: JobStore,
+    jobs: Sequence[JobRecord],
+    plan: Callable[[Work], tuple[ModelSpec, ExecutionPlan]],
+    *,
+    as_json: bool,
+) -> int:
+    """Run jobs of a batch that wait, until one is cancelled; write its contact sheet, and return the exit code."""
+    batch, code, saved = jobs[0].batch, exit_codes.DONE, list[dict[str, Any]]()
+    hint = "" if store.temporary else f" To continue: `{program()} jobs resume {jobs[0].id} --all`"
+    with Instance(store.path) as instance, _Loaded(environment) as loaded:
+        for number, job in enumerate(jobs, 1):
+            terminal.line(f"Video {number} of {len(jobs)}: {cut(job.prompt, _PROMPT_SHOWN)}")
+            record = store.start(job.id, instance.id)
+            outcome, components = _make(environment, store, record, plan, loaded, hint)
+            ended = _report_end(outcome, components, hint, job_id=job.id, as_json=False)
+            code = code or ended
+            if isinstance(outcome, VideoSaved):
+                saved.append(outcome.result_json() | {"job": job.id})
+            if ended == exit_codes.CANCELLED:
+                break
+    sheet = None if batch is None or not saved else write_sheet(store, batch, environment.settings.outputs_dir)
+    if sheet is not None:
+        terminal.result_path(sheet.picture)
+        terminal.result_path(sheet.page)
+    if as_json:
+        files = {"sheet": sheet and str(sheet.picture), "page": sheet and str(sheet.page)}
+        exit_codes.emit_json({"batch": batch, "videos": saved, **files, "code": code})
+    return code
 
 
 def extend(id_prefix: str, changes: Mapping[str, object], out: str | None, *, confirmed: bool, as_json: bool) -> int:
@@ -209,37 +316,72 @@ def _run(
     as_json: bool,
 ) -> int:
     hint = _resume_hint(record, store)
+    with _Loaded(environment) as loaded:
+        outcome, components = _make(environment, store, record, plan, loaded, hint)
+    return _report_end(outcome, components, hint, job_id=record.id, as_json=as_json)
+
+
+class _Loaded:
+    """The models that stay loaded from one job to the next, until the end of the `with` block."""
+
+    def __init__(self, environment: _Environment) -> None:
+        self._environment = environment
+        self._exit = ExitStack()
+        self._residency: Residency | None = None
+
+    def __enter__(self) -> "_Loaded":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def residency(self) -> "Residency":
+        """Return what holds them."""
+        # It imports torch, which takes seconds that a refused request does not need.
+        from runtime.execution.residency import Residency
+
+        if self._residency is None:
+            self._residency = self._exit.enter_context(Residency(self._environment.engines))
+        return self._residency
+
+
+def _make(
+    environment: _Environment,
+    store: JobStore,
+    record: JobRecord,
+    plan: Callable[[Work], tuple[ModelSpec, ExecutionPlan]],
+    loaded: _Loaded,
+    hint: str,
+) -> tuple[Outcome | None, Sequence[str]]:
+    """Run a job that this process has claimed; return its end and the model's components.
+
+    Args:
+        hint: printed when the process is ended at once.
+    """
     progress = terminal.ProgressLine()
     components: Sequence[str] = ()
     poller = ControlPoller(store)
-    with ExitStack() as loaded:
 
-        def residency() -> "Residency":
-            # It imports torch, which takes seconds that a refused request does not need.
-            from runtime.execution.residency import Residency
+    def show(event: Event) -> None:
+        nonlocal components
+        progress.event(event)
+        if isinstance(event, Planned):
+            components = list(event.plan.components)
+        if isinstance(event, Warned | FellBack) or (isinstance(event, OutOfMemory) and event.retried):
+            terminal.warning(render(event.fact, Words(components)).what)
 
-            return loaded.enter_context(Residency(environment.engines))
-
-        def show(event: Event) -> None:
-            nonlocal components
-            progress.event(event)
-            if isinstance(event, Planned):
-                components = list(event.plan.components)
-            if isinstance(event, Warned | FellBack) or (isinstance(event, OutOfMemory) and event.retried):
-                terminal.warning(render(event.fact, Words(components)).what)
-
-        executor = VideoExecutor(plan, residency, environment.history)
-        with (
-            cancel_on_signals(hint) as cancel,
-            poller.polling(),
-            Run(record, poller, cancel=cancel, listener=show) as run,
-            progress.shown(),
-        ):
-            run.settle(executor.execute(run))
+    executor = VideoExecutor(plan, loaded.residency, environment.history)
+    with (
+        cancel_on_signals(hint) as cancel,
+        poller.polling(),
+        Run(record, poller, cancel=cancel, listener=show) as run,
+        progress.shown(),
+    ):
+        run.settle(executor.execute(run))
     if isinstance(run.outcome, VideoSaved) and environment.settings.outputs_dir not in run.outcome.video.parents:
         for video in filter(None, (run.outcome.video, run.outcome.plain)):
             give_usual_permissions(video)
-    return _report_end(run.outcome, components, hint, job_id=run.id, as_json=as_json)
+    return run.outcome, components
 
 
 def _resume_hint(job: JobRecord, store: JobStore) -> str:

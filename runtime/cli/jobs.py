@@ -14,6 +14,7 @@ from runtime.core.settings import Settings
 from runtime.machine.probe import probe
 from runtime.queue import recovery, storage
 from runtime.queue.records import STATES, JobRecord, State, event_from_json, task_progress
+from runtime.queue.sheets import write_sheet
 from runtime.queue.store import JobStore, open_store
 from runtime.queue.support_report import report
 from runtime.server.cluster.problems import problems_of
@@ -113,6 +114,24 @@ def finish(id_prefix: str) -> dict[str, Any]:
     store.finish_early(job.id)
     terminal.result(f"Job {job.id} ends after its current section. To continue it: `{program()} jobs resume {job.id}`")
     return {"finishing": job.id}
+
+
+def sheet(id_prefix: str) -> dict[str, Any]:
+    """Write the contact sheet of a job's batch; print and return its files.
+
+    Raises:
+        StoreError: if the job does not exist, or is no part of a batch.
+    """
+    loaded = settings.load()
+    store = _store(loaded)
+    job = store.find(id_prefix)
+    if job.batch is None:
+        raise StoreError("queue.not_in_batch", job=job.id)
+    written = write_sheet(store, job.batch, loaded.outputs_dir)
+    terminal.line(f"{written.made} of {written.videos} videos are made.")
+    terminal.result_path(written.picture)
+    terminal.result_path(written.page)
+    return {"sheet": str(written.picture), "page": str(written.page), "made": written.made, "videos": written.videos}
 
 
 def delete(id_prefixes: Sequence[str], *, confirmed: bool) -> dict[str, Any]:

@@ -33,17 +33,19 @@ from runtime.cli.flags import (
     JsonFlag,
     OfflineFlag,
     downloads_disabled,
+    request_from_flags,
     takes_changes,
     takes_flags,
     takes_options,
     takes_request,
+    takes_request_or_list,
     takes_web_options,
     with_flags,
 )
 from runtime.core import log, settings
 from runtime.core.cancel import CancelledError
 from runtime.core.environment import program
-from runtime.core.errors import MemoryShortError, SettingsError, TandemError
+from runtime.core.errors import InvalidRequestError, MemoryShortError, SettingsError, TandemError
 from runtime.core.facts import Fact, shortened
 from runtime.core.files import make_private_files
 from runtime.core.request import MAX_FRAMES, MAX_STEPS, GenerationRequest
@@ -248,9 +250,22 @@ def _settings_of(flags: Flags) -> dict[str, Any]:
 
 
 @_command(app, "generate")
-@takes_request
+@takes_request_or_list
 def generate(
-    request: GenerationRequest,
+    flags: Flags,
+    prompts: Annotated[
+        OptionalText, typer.Option(metavar="FILE", help="One video for each line of a text file, instead of PROMPT.")
+    ] = None,
+    images_of: Annotated[
+        OptionalText, typer.Option(metavar="FOLDER", help="One video for each image of a folder.")
+    ] = None,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUES",
+            help="One video for each value, as in steps=10,20 or seed=1..3, or each combination. Repeatable.",
+        ),
+    ] = None,
     out: Annotated[
         OptionalText,
         typer.Option(
@@ -260,10 +275,15 @@ def generate(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a video that takes hours.")] = False,
     as_json: JsonFlag = False,
 ) -> int:
-    """Generate one video and print its path."""
+    """Generate one video, or several, and print the paths."""
+    from runtime.cli import batches
     from runtime.cli.generate import generate as run_generate
+    from runtime.cli.generate import generate_all
 
-    return run_generate(request, out, confirmed=yes, as_json=as_json)
+    requests = batches.requests_of(flags, prompts, images_of, grid or [], out)
+    if requests is None:
+        return run_generate(request_from_flags(flags), out, confirmed=yes, as_json=as_json)
+    return generate_all(requests, confirmed=yes, as_json=as_json)
 
 
 @_command(app, "plan")
@@ -557,12 +577,25 @@ def jobs_resume(
     out: Annotated[
         OptionalText, typer.Option(metavar="FILE.mp4", help="Another file of the video. [default: the job's]")
     ] = None,
+    whole: Annotated[bool, typer.Option("--all", help="All videos of its batch that are not made yet.")] = False,
     as_json: JsonFlag = False,
 ) -> int:
     """Resume an interrupted, cancelled or failed job, or continue a video that ended after a section."""
-    from runtime.cli.generate import resume
+    from runtime.cli.generate import resume, resume_batch
 
-    return resume(job, out, as_json=as_json)
+    if not whole:
+        return resume(job, out, as_json=as_json)
+    if out is not None:
+        raise InvalidRequestError("out", "cli.out_of_several")
+    return resume_batch(job, as_json=as_json)
+
+
+@_command(jobs_app, "sheet")
+def jobs_sheet(job: JobId) -> Outcome:
+    """Write the contact sheet of a job's batch, and a page with its videos, to the folder for videos."""
+    from runtime.cli import jobs
+
+    return jobs.sheet(job)
 
 
 @_command(jobs_app, "extend")

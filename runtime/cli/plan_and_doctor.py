@@ -22,6 +22,7 @@ from runtime.models.catalogue import folders
 from runtime.models.registry import read_spec
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
+from runtime.models.wildcards import with_prompt
 from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
@@ -38,6 +39,7 @@ def show_plan(request: GenerationRequest) -> dict[str, Any]:
         TandemError: if the request cannot run for another reason.
     """
     loaded = settings.load()
+    request = with_prompt(request, loaded.cache_dir)
     spec = model_for(request, loaded.weights_dir, loaded.cache_dir, needs_weights=False, keep=False)
     machine = probe()
     engines = EngineService.from_settings(loaded, machine)

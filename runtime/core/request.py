@@ -5,6 +5,7 @@ any model. `planner.resolve` checks what depends on the model, such as strides a
 it here; the command line, the web form, the HTTP API and the docs follow.
 """
 
+import secrets
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Final
@@ -138,6 +139,11 @@ OVERLAP, OVERLAPS = "1", {"1": "1 frame", "5": "5 frames"}
 MAX_SEED = 2**53 - 1
 
 
+def random_seed() -> int:
+    """Return a new seed."""
+    return secrets.randbelow(1 << 32)
+
+
 def _named(component: str) -> tuple[str, ...]:
     """Return the names in `backends` that concern a component, the most specific one first."""
     return (component, "vae", ALL) if component == "vae_encoder" else (component, ALL)
@@ -161,6 +167,17 @@ class GenerationRequest(FrozenModel):
             longest=MAX_PROMPT_CHARACTERS,
         ),
     ]
+    template: Annotated[
+        str | None,
+        Prompt(
+            label="Prompt template",
+            help="The template that the seed made the prompt of. A request that has one keeps its prompt as it is.",
+            group="prompt",
+            docs="prompts.md#wildcards",
+            longest=MAX_PROMPT_CHARACTERS,
+            optional=True,
+        ),
+    ] = None
     negative_prompt: Annotated[
         str | None,
         Prompt(

@@ -17,6 +17,7 @@ import safetensors.torch
 from runtime.core.errors import ModelError
 from runtime.core.files import remove_partial_files, replace_file
 from runtime.core.plan import ComponentPlan
+from runtime.core.prompt_weights import read_weights
 from runtime.core.untrusted_files import parse_json
 from runtime.execution.text_encoder import TextEncoding
 from runtime.models.spec import CONNECTORS, ModelSpec
@@ -110,6 +111,9 @@ class PromptCache:
 
 def _key(spec: ModelSpec, part: ComponentPlan, text: str, name: str) -> str:
     parts: list[Any] = [str(spec.directory), name, spec.max_sequence_length, text]
+    weighted = read_weights(text)
+    # Earlier versions embedded these texts as they are.
+    parts += [] if weighted.text == text else [weighted.text, weighted.weights]
     # Only the kind of device: all GPUs compute the same embeddings.
     parts += [part.backend, part.device.partition(":")[0], part.dtype, [use.id for use in part.engines]]
     # A family may have more text encoders and tokenizers, such as `text_encoder_2`.

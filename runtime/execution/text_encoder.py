@@ -8,6 +8,9 @@ import regex
 import torch
 import torch.nn.functional as F
 
+from runtime.core.errors import ModelError
+from runtime.core.prompt_weights import WeightedText, read_weights
+
 _WORD = regex.compile(r"[\p{L}\p{N}]")
 
 
@@ -61,9 +64,27 @@ class TextEncoder:
         self._clean = clean
 
     def encode(self, prompt: str) -> TextEncoding:
-        """Return the prompt's embeddings; the empty prompt is allowed."""
-        text = self._clean(prompt)
-        inputs = self._tokenizer(
+        """Return the prompt's embeddings; the empty prompt is allowed.
+
+        With weights, see `core.prompt_weights`, an embedding is scaled in relation to that of the empty prompt at the
+        same place. A token has the weight of its last character. Source: `ClipTokenWeightEncoder` of ComfyUI's
+        `sd1_clip.py`, which does so for T5 and UMT5 too.
+
+        Raises:
+            ModelError: for weights, if the tokenizer does not know the places of tokens.
+        """
+        weighted = read_weights(self._clean(prompt))
+        text = weighted.text
+        embeds = self._embeds(text)
+        if weighted.weights:
+            empty = self._embeds("")
+            weights = self._token_weights(weighted).to(embeds).unsqueeze(-1)
+            embeds = torch.where(weights == 1, embeds, empty + (embeds - empty) * weights)
+        whole = self._tokenizer(text, add_special_tokens=True).input_ids
+        return TextEncoding(embeds, self._unknown(text), len(whole) > self._length)
+
+    def _tokens(self, text: str, **more: Any) -> Any:
+        return self._tokenizer(
             [text],
             padding="max_length",
             max_length=self._length,
@@ -71,10 +92,19 @@ class TextEncoder:
             add_special_tokens=True,
             return_attention_mask=True,
             return_tensors="pt",
+            **more,
         )
-        embeds = self._model(inputs.input_ids, inputs.attention_mask)
-        whole = self._tokenizer(text, add_special_tokens=True).input_ids
-        return TextEncoding(embeds, self._unknown(text), len(whole) > self._length)
+
+    def _embeds(self, text: str) -> torch.Tensor:
+        inputs = self._tokens(text)
+        return self._model(inputs.input_ids, inputs.attention_mask)
+
+    def _token_weights(self, weighted: WeightedText) -> torch.Tensor:
+        """Return the weight of each token, (1, max_sequence_length); 1 for those that stand for no character."""
+        if not self._tokenizer.is_fast:
+            raise ModelError("model.tokenizer_without_places")
+        places = self._tokens(weighted.text, return_offsets_mapping=True).offset_mapping[0].tolist()
+        return torch.tensor([[weighted.weights[end - 1] if end > start else 1.0 for start, end in places]])
 
     def _unknown(self, text: str) -> tuple[str, ...]:
         unknown_id = self._tokenizer.unk_token_id

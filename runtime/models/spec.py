@@ -207,6 +207,7 @@ class TextEncoderSpec:
         vocab_size: rows of the embedding table.
         max_tokens: the most tokens of one text, with those that the family adds to a prompt.
         stores_scores: whether the attention stores its matrices, as that of T5 does; PyTorch's own stores none.
+        takes_weights: whether the result has the state of each token of the prompt, so that words can have weights.
         states: hidden states of a token that are the result; more than one if a model uses those between layers too.
     """
 
@@ -216,6 +217,7 @@ class TextEncoderSpec:
     vocab_size: Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
     max_tokens: int
     stores_scores: bool
+    takes_weights: bool = False
     states: int = 1
 
     def forward_bytes(self, element_bytes: int) -> int:
@@ -697,6 +699,11 @@ class ModelSpec:
     def component_names(self) -> tuple[str, ...]:
         """The components in the order they run."""
         return tuple(self.programs)
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether words of prompts can have weights, see `core.prompt_weights`."""
+        return all(encoder.takes_weights for encoder in self.encoders.values())
 
     @property
     def text_encoders(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import VideoUse, field_of
 from runtime.core.plan import ExecutionPlan
+from runtime.core.prompt_weights import read_weights
 from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import (
@@ -120,7 +121,9 @@ def _encode(context: RunContext, name: str, texts: Sequence[str], *, whole: int)
         whole: the number of texts with those from the cache: the time of fewer is not that of all calls.
     """
     context.current = ("load", name)
-    measured = context.metrics.encoder(name) if len(texts) == whole else context.metrics.stage("encode")
+    # Weights need one more call.
+    usual = len(texts) == whole and not any(read_weights(text).weights for text in texts)
+    measured = context.metrics.encoder(name) if usual else context.metrics.stage("encode")
     with context.residency.text_encoder(context.spec, context, name) as encoder, measured:
         context.begin_stage("encode", name)
         return [encoder.encode(text) for text in texts]

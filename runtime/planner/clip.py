@@ -11,6 +11,7 @@ from runtime.core.facts import Fact, shortened
 from runtime.core.images import CROP, InputFile, VideoUse, with_borders
 from runtime.core.keyframes import latent_at
 from runtime.core.loras import LoraUse
+from runtime.core.prompt_weights import MOST_WEIGHT, read_weights
 from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
@@ -133,6 +134,20 @@ def count_prompts(request: GenerationRequest, spec: ModelSpec, frames: int, fps:
     if has_times(prompt):
         _check_times(timed_prompts(prompt), frames / fps)
     return len(set(section_prompts(prompt, spec.sections_of(frames), fps)))
+
+
+def check_weights(request: GenerationRequest, spec: ModelSpec) -> None:
+    """Check the weights of a request's words.
+
+    Raises:
+        InvalidRequestError: if the model's text encoders take none, or one is too large.
+    """
+    for field, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt or "")):
+        weights = read_weights(text).weights
+        if weights and not spec.takes_weights:
+            raise InvalidRequestError(field, "planner.prompt_weights", model=spec.title)
+        if max(weights, default=0.0) > MOST_WEIGHT:
+            raise InvalidRequestError(field, "planner.prompt_weight", weight=max(weights), most=MOST_WEIGHT)
 
 
 def _check_times(prompts: Sequence[TimedPrompt], length: float) -> None:

@@ -3,7 +3,6 @@
 A pure function of request, model, machine, engines and history: no torch, no disk.
 """
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,6 +24,7 @@ from runtime.core.request import (
     STRENGTH,
     Auto,
     GenerationRequest,
+    random_seed,
 )
 from runtime.core.step_cache import (
     MAGCACHE,
@@ -232,6 +232,7 @@ class _Settings:
         clip.check_strength(steps, skipped, strength)
         every_step = clip.expert_steps(spec, steps, shift)
         expert_steps = clip.without_first(every_step, skipped)
+        clip.check_weights(request, spec)
         prompts = clip.count_prompts(request, spec, frames, fps)
         step_cache, mag_ratios, computed = _cached_steps(request, spec, every_step, expert_steps)
         refinement = _refinement(spec, frames, height, width)
@@ -244,7 +245,7 @@ class _Settings:
             guidance=guidance,
             guidance_2=guidance_2,
             embedded_guidance=embedded_guidance,
-            seed=secrets.randbelow(1 << 32) if request.seed == AUTO else request.seed,
+            seed=random_seed() if request.seed == AUTO else request.seed,
             shift=shift,
             strength=strength,
             skipped=skipped,

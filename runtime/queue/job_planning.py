@@ -8,6 +8,7 @@ from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import AUTO, CONTROL_FIELDS, CONTROL_VIDEOS, GenerationRequest
+from runtime.core.templates import is_template, literal
 from runtime.engines.builders import BUILDERS
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
@@ -153,7 +154,9 @@ def continuation(asked: GenerationRequest, video: Path, changes: Mapping[str, ob
         InvalidRequestError: for changes that are not valid.
     """
     new = GenerationRequest(prompt="none").to_json()
-    kept = {name: new[name] for name in _OF_FIRST_PART} | {"extend": str(video)}
+    # With another seed, the template would make another prompt.
+    template = literal(asked.prompt) if is_template(asked.prompt) and "prompt" not in changes else None
+    kept = {name: new[name] for name in _OF_FIRST_PART} | {"extend": str(video), "template": template}
     length = {name: AUTO for name in ("frames", "seconds")} if {"frames", "seconds"} & {*changes} else {}
     return GenerationRequest.from_mapping({**asked.to_json(), **kept, **length, **changes})
 

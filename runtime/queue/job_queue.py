@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from runtime.core.errors import InvalidRequestError, StoreError, TandemError
+from runtime.core.batches import combinations
+from runtime.core.errors import StoreError, TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import Auto, GenerationRequest
@@ -20,6 +21,7 @@ from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import look_up
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
+from runtime.models.wildcards import with_prompt
 from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import History
@@ -47,7 +49,6 @@ _CLEANUP_SECONDS = 3600.0
 _CLOSE_SECONDS = 10.0
 # At most this late, ended videos beyond a limit are removed.
 _EXPIRY_SECONDS = 10.0
-_MAX_BATCH = 1000
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class JobQueue:
             TandemError: if it cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self._job_of(self.store.add(request, self.plan(request), owner=owner))
+        return self._job_of(self.store.add(*self._planned(request), owner=owner))
 
     def submit_once(
         self,
@@ -194,7 +195,7 @@ class JobQueue:
         if record is not None:
             return record
         make_folder(self._outputs_dir)
-        plan = self.plan(request)
+        request, plan = self._planned(request)
         check(plan)
         return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
@@ -210,7 +211,7 @@ class JobQueue:
             TandemError: if one of them cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self.store.add_all([(request, self.plan(request)) for request in requests], owner=owner, held=held)
+        return self.store.add_all([self._planned(request) for request in requests], owner=owner, held=held)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.
@@ -218,7 +219,7 @@ class JobQueue:
         Raises:
             TandemError: if it cannot be planned, or the job is not queued any more.
         """
-        plan = self.plan(request)
+        request, plan = self._planned(request)
         job = self._job_of(self.store.edit(job_id, request, plan))
         job.refresh()
         job.model_title = self.title(plan.model)
@@ -402,12 +403,18 @@ class JobQueue:
         Raises:
             TandemError: if it cannot be planned.
         """
+        return self._planned(request)[1]
+
+    def _planned(self, request: GenerationRequest) -> tuple[GenerationRequest, ExecutionPlan]:
+        """Return a request as it is stored, see `models.wildcards.with_prompt`, and its plan."""
+        request = with_prompt(request, self._engines.cache_dir)
         spec = self.model(request)
         output = output_path(self._outputs_dir, request.prompt)
         machine = self.plans_for()
         if machine is not None:
             offers = replace(self._engines, machine=machine).offers(spec)
-            return resolve(request, spec, PlanningContext(machine, output, offers, self.history()), builds_later=True)
+            context = PlanningContext(machine, output, offers, self.history())
+            return request, resolve(request, spec, context, builds_later=True)
         context = PlanningContext(
             self.machine(),
             output,
@@ -416,7 +423,7 @@ class JobQueue:
             self._gpus[0],
             idle_builds=self._engines.idle_builds,
         )
-        return resolve(request, spec, context, builds_later=True)
+        return request, resolve(request, spec, context, builds_later=True)
 
     def _job_of(self, record: JobRecord) -> Job:
         with self._lock:
@@ -535,16 +542,12 @@ def combined(
     """Return the request with each prompt and each seed, the seeds of one prompt in a row.
 
     Args:
-        prompts: empty ones are skipped; by default, the request's own.
+        prompts: empty ones are skipped; by default, the request's own, or its template.
         seeds: by default, the request's own.
 
     Raises:
         InvalidRequestError: for an invalid prompt or seed, or more than a thousand videos.
     """
-    texts = [prompt for prompt in prompts if prompt.strip()] or [request.prompt]
+    texts = [prompt for prompt in prompts if prompt.strip()] or [request.template or request.prompt]
     chosen = list(seeds) or [request.seed]
-    if len(texts) * len(chosen) > _MAX_BATCH:
-        raise InvalidRequestError(
-            "prompt", "queue.batch_too_large", videos=len(texts) * len(chosen), maximum=_MAX_BATCH
-        )
-    return [request.replace(prompt=prompt, seed=seed) for prompt in texts for seed in chosen]
+    return combinations(request, [[{"prompt": text} for text in texts], [{"seed": seed} for seed in chosen]])

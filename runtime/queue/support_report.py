@@ -22,7 +22,7 @@ from runtime.queue.store import JobStore
 _LOG_LINES = 60
 _LOG_BYTES = 1 << 18
 _REDACTED = "…"
-_PRIVATE = ("prompt", "negative_prompt")
+_PRIVATE = ("prompt", "template", "negative_prompt")
 # Data of facts that quotes the prompt; "what" is text of an earlier version, which may.
 _PRIVATE_DATA = frozenset({"words", "what"})
 

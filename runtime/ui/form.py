@@ -33,16 +33,23 @@ SIZE_FROM = "size_from"
 FROM_IMAGE = "image"
 # The fields whose image or video the size can follow.
 _SIZED = ("image", "video", "control")
+# The field of requests without a control: what was typed as the prompt, if that is a template.
+TEMPLATE = "template"
 NAMES = (
     *(
         control
         for name in FIELDS
+        if name != TEMPLATE
         for control in ([f"{fields.BACKEND}{component}" for component in COMPONENTS] if name == "backends" else [name])
     ),
     SIZE_FROM,
 )
 # The fields that visitors of a share link have too: those that do not choose what runs where.
-BASIC = tuple(name for name, declared in FIELDS.items() if declared.group in {"prompt", "video", "more", "image"})
+BASIC = tuple(
+    name
+    for name, declared in FIELDS.items()
+    if declared.group in {"prompt", "video", "more", "image"} and name != TEMPLATE
+)
 # Their controls.
 BASIC_NAMES = (*BASIC, SIZE_FROM)
 # The controls that a change of model sets to its defaults.
@@ -369,6 +376,13 @@ def _own_shift(spec: ModelSpec) -> str:
     return f" ({spec.noise.shift:g}{f'; the authors use {model.flow_shift:g}' if model and differs else ''})"
 
 
+def as_typed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return stored values, of a form or a request, with the template of a prompt as the prompt."""
+    values = {name: value for name, value in stored.items() if name != TEMPLATE}
+    template = stored.get(TEMPLATE)
+    return values | ({"prompt": template} if isinstance(template, str) and template else {})
+
+
 def filled(
     stored: Mapping[str, Any], models: dict[str, ModelSpec], preset: str = "", gpus: int = 1
 ) -> dict[str, dict[str, Any]]:
@@ -389,7 +403,7 @@ def filled(
     for field in FIELDS:
         declared = FIELDS[field]
         follows_model = declared.group in {"video", "more"} and field != "seed"
-        if field in {"model", "backends", "gpus"} or (follows_model and not has_model):
+        if field in {"model", "backends", "gpus", TEMPLATE} or (follows_model and not has_model):
             continue
         value = fields.shown(field, stored.get(field))
         if value is not None:

@@ -311,14 +311,14 @@ class Handlers:
     def fill(self, stored: Any) -> Updates:
         """Fill the form with stored values: JSON by control or field of the request. What it cannot show is skipped."""
         values = _read_object(stored)
-        return _unchanged(len(self._outputs)) if values is None else self._filled(values)[0]
+        return _unchanged(len(self._outputs)) if values is None else self._filled(form.as_typed(values))[0]
 
     def restore(self, stored: Any) -> Updates:
         """Fill the form with the settings of a video or a file, and list those that were not applied."""
         values = _read_object(stored)
         if values is None:
             return _unchanged(len(self._outputs) + 1)
-        settings, refused = restored.usable(values, self.models)
+        settings, refused = restored.usable(form.as_typed(values), self.models)
         updates, filled = self._filled(settings)
         refused += restored.replaced(settings, filled, self.names)
         return (*updates, render("restored.html", refused=refused, at=time.monotonic_ns()))

@@ -21,6 +21,7 @@ from runtime.machine.probe import Machine
 from runtime.models.loras import with_loras
 from runtime.models.requested import with_finishers, with_inputs
 from runtime.models.spec import ModelSpec, folder_of
+from runtime.models.wildcards import with_prompt
 from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.history import History
@@ -137,6 +138,7 @@ class PlanPreview:
         complete = self._is_identified(spec)
         offers = self._offers(spec) if complete else no_offers
         try:
+            request = with_prompt(request, self._engines.cache_dir)
             spec = with_loras(spec.in_stages(int(request.stages)), request.loras, self._weights_dir)
             spec = with_finishers(spec, request, self._weights_dir)
             spec = with_inputs(spec, request, self._weights_dir, self._engines.cache_dir, keep=False, needs_image=False)

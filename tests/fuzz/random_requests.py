@@ -32,9 +32,14 @@ SIDE = st.sampled_from([16, 32, 64, "auto", 17, 0, -16, 8208, 10**9]) | SCALAR
 COPY = f"sha256:{'0' * 64}/boat.png"
 IMAGE = st.sampled_from([COPY, "sha256:0/a", "sha256:../a", "/etc/passwd", "boat.png", "-"]) | JSON
 BACKENDS = [None, {}, {"vae": "pytorch"}, ["vae=pytorch"], {"vae_encoder": "pytorch"}, {"all": "tensorrt"}]
+PROMPTS = ["a red boat", "a blue car", "[0s: a boat] [1s-0s: x", "a {red|blue} (x:1.5", "{2$$x|__y__}", "(x:1.5)", ""]
 # A valid value of each field of a request, and random ones. Accepted requests are small, see the server.
 FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
-    "prompt": ("a red boat", st.sampled_from(["a red boat", "a blue car", "[0s: a boat] [1s-0s: x", ""]) | JSON),
+    "prompt": (
+        "a red boat",
+        st.sampled_from(PROMPTS) | JSON,
+    ),
+    "template": (None, st.none() | st.sampled_from(["a {red|blue} boat", "__x__"]) | JSON),
     "negative_prompt": (None, st.none() | TEXT | JSON),
     "model": ("tiny", st.sampled_from(["tiny", "none", "/etc", "../tiny", "diorama\0"]) | JSON),
     "width": (32, SIDE),

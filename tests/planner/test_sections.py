@@ -10,6 +10,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
+from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec, SectionSpec
 from runtime.planner import memory_model
 from runtime.planner.resolve import PlanningContext, resolve
@@ -130,6 +131,21 @@ def test_times_that_cannot_be_used_are_refused(prompt: str, code: str, spec: Mod
 
 def test_a_prompt_may_last_longer_than_the_video(spec: ModelSpec) -> None:
     assert plan(spec, prompt="[0s-1s: a boat] [1s-5s: a ball]", frames=37, fps=30).prompts == 1
+
+
+@pytest.mark.parametrize("field", ["prompt", "negative_prompt"])
+def test_weights_of_words_need_an_encoder_with_a_state_for_each(field: str, tiny: Tiny) -> None:
+    spec = tiny("wan2.1")
+    chat = replace(spec, encoders={name: replace(sizes, takes_weights=False) for name, sizes in spec.encoders.items()})
+    for model, text, code in ((chat, "a (red:1.3) boat", "prompt_weights"), (spec, "a (red:5) boat", "prompt_weight")):
+        with pytest.raises(InvalidRequestError) as caught:
+            plan(model, **{"prompt": "a boat", field: text})
+        assert (caught.value.field, caught.value.fact.code) == (field, f"planner.{code}")
+        assert len(caught.value.what) < 120 and caught.value.remedy
+    plan(spec, **{"prompt": "a boat", field: "a (red:1.3) boat"})
+    plan(chat, **{"prompt": "a boat", field: r"a (red) boat \(16:9\)"})
+    models = {name: look_up(name, Path("none")).takes_weights for name in ("wan2.2-t2v-a14b", "hunyuan-video")}
+    assert models == {"wan2.2-t2v-a14b": True, "hunyuan-video": False}
 
 
 def test_models_without_sections_refuse_times(tiny: Tiny) -> None:

@@ -17,6 +17,7 @@ import pytest
 from runtime.core.errors import InvalidRequestError, StoreError
 from runtime.core.events import StepDone, TerminalEvent, VideoSaved, Warned
 from runtime.core.facts import Fact, sentence
+from runtime.core.request import AUTO
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
@@ -182,6 +183,22 @@ def test_queued_jobs_are_edited_and_moved(start: Make) -> None:
     until(lambda: not edited.open)
     saved = edited.progress.end
     assert isinstance(saved, VideoSaved) and saved.request["prompt"] == "a kite"
+
+
+def test_a_template_is_kept_beside_the_prompt_that_the_seed_made_of_it(start: Make) -> None:
+    queue, template = start(), "a {red|blue|green} boat"
+    jobs = queue.submit_all(combined(small(prompt=template), [], range(20)), held=True)
+    assert {job.prompt for job in jobs} == {f"a {color} boat" for color in ("red", "blue", "green")}
+    assert {job.request["template"] for job in jobs} == {template}
+    plan = jobs[0].plan
+    assert plan is not None and (plan.prompt, plan.request_json()["template"]) == (jobs[0].prompt, template)
+    # The same seed makes the same prompt, and variations make prompts of their own.
+    again = combined(jobs[7].generation_request(), [], [7, AUTO])
+    assert [request.prompt for request in again] == [template] * 2
+    assert queue.submit(again[0]).plan.prompt == jobs[7].prompt
+    assert queue.submit(jobs[7].generation_request()).plan.prompt == jobs[7].prompt
+    edited = queue.edit(jobs[0].id, small(prompt="a {kite|kite}"))
+    assert edited.plan.prompt == "a kite"
 
 
 def test_an_invalid_batch_queues_nothing(start: Make) -> None:

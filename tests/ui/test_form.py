@@ -299,7 +299,7 @@ def test_an_invalid_stored_form_is_ignored(models: dict[str, ModelSpec], value: 
 
 
 def test_every_control_is_a_field_of_the_request() -> None:
-    assert set(form.NAMES) == {*GenerationRequest.model_fields, *BACKENDS, "size_from"} - {"backends"}
+    assert set(form.NAMES) == {*GenerationRequest.model_fields, *BACKENDS, "size_from"} - {"backends", form.TEMPLATE}
     with pytest.raises(TandemError):
         form.read([None] * len(form.NAMES), {})
 

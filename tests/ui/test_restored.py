@@ -37,6 +37,16 @@ def test_good_settings_are_taken(models: dict[str, ModelSpec]) -> None:
     assert refused(models, loras=loras) == []
 
 
+def test_a_template_is_restored_as_it_was_typed(models: dict[str, ModelSpec]) -> None:
+    stored = form.as_typed(GOOD | {"template": "a {red|blue} boat"})
+    found, wrong = usable(stored, models)
+    filled = form.filled(found, models)
+    assert wrong + replaced(found, filled, form.NAMES) == []
+    assert filled["prompt"]["value"] == "a {red|blue} boat"
+    for other in (None, "", 5):
+        assert form.as_typed(GOOD | {"template": other}) == GOOD
+
+
 def test_a_request_without_a_model_is_for_the_first_one(models: dict[str, ModelSpec]) -> None:
     stored = {"prompt": "a red boat", "steps": 12}
     found, wrong = usable(stored, models)

@@ -38,6 +38,17 @@ MESSAGES: Mapping[str, Message] = {
     "cli.no_models_downloaded": Message("No models are downloaded."),
     "cli.nothing_saved": Message("Cancelled. No video was saved."),
     "cli.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give a file name that ends in .mp4."),
+    "cli.out_of_several": Message(
+        "{field:setting} is for one video.", "Leave it out: several videos are saved in Cache/outputs."
+    ),
+    "cli.prompt_and_list": Message("There are a prompt and a list of prompts.", "Leave out PROMPT or --prompts."),
+    "cli.image_and_folder": Message("There are an image and a folder of images.", "Leave out --image or --images-of."),
+    "cli.list_unreadable": Message(
+        "{field:setting} is not a text file that can be read.", "Give a UTF-8 file with a prompt in each line."
+    ),
+    "cli.list_empty": Message("{field:setting} has no prompts.", "Write a prompt into each line of the file."),
+    "cli.images_unreadable": Message("{field:setting} is not a folder that can be read.", "Give a folder of images."),
+    "cli.no_images": Message("{field:setting} has no images.", "Give a folder with PNG, JPEG or WebP files."),
     "cli.not_utf8": Message(
         "The argument {argument} has bytes that are not UTF-8, such as {byte}.",
         "Type it again in a terminal that uses UTF-8, or rename the file that it names.",

@@ -40,6 +40,36 @@ MESSAGES: Mapping[str, Message] = {
     "request.text_too_long": Message(
         "{field:setting} has {characters:,} characters; the limit is {most:,}.", "Shorten the text."
     ),
+    "request.grid_without_values": Message(
+        "{value} gives no values.", "Give a field with its values, as in steps=10,20 or seed=1..3."
+    ),
+    "request.grid_not_lists": Message(
+        "The grid is not an object of lists.", 'Give the values of each field, as in {{"steps": [10, 20]}}.'
+    ),
+    "request.grid_field": Message("A grid cannot vary {name}.", "The fields are: {known:list}."),
+    "request.grid_range": Message(
+        "{value} is not a range of values.", "Give the smaller number first, and at most {most:,} values."
+    ),
+    "request.grid_axes": Message("The grid varies {axes} fields.", "Vary at most {most}."),
+    "request.grid_repeated": Message("The grid varies {field} twice.", "Give all of its values at once."),
+    "request.template_too_deep": Message(
+        "The prompt's lists lead to others more than {most} times, or to too much text: {part}.",
+        "Remove the list that leads back to itself from Cache/wildcards.",
+    ),
+    "request.template_count": Message(
+        "The prompt asks for {count} of {options} options.", "Give a number from 1 to {options} before $$."
+    ),
+    "request.list_missing": Message(
+        "There is no list {name}.",
+        "Create Cache/{folder}/{name}.txt with an entry in each line, or write \\__{name}__ for the text itself.",
+    ),
+    "request.list_unreadable": Message(
+        "The list {name} cannot be read.", "Save Cache/{folder}/{name}.txt as UTF-8 text that you may read."
+    ),
+    "request.list_too_large": Message("The list {name} is larger than {maximum:bytes}.", "Shorten it."),
+    "request.list_empty": Message(
+        "The list {name} has no entries.", "Write one into each line of Cache/{folder}/{name}.txt."
+    ),
     "request.control_character": Message(
         "{field:setting} contains the control character {character}.", "Remove it, or type the text again."
     ),

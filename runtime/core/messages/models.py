@@ -260,6 +260,9 @@ _FILES: Mapping[str, Message] = {
     "model.scale_not_finite": Message("A scale of {tensor} in {file} is not a finite number.", _AGAIN),
     "model.tensor_missing": Message("The model's files have no {tensor}.", _AGAIN),
     "model.part_unloadable": Message("The {part} of {model} cannot be loaded.", _AGAIN),
+    "model.tokenizer_without_places": Message(
+        "The model's tokenizer cannot tell which words have weights.", "Remove the weights, as in (word:1.3)."
+    ),
     "model.scheduler_other": Message(
         "The scheduler of {model}, {scheduler}, is not set up for flow matching, for which the model was trained.",
         "Put the published model's file in place of {file}, or set prediction_type to flow_prediction and "

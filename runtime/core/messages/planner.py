@@ -196,6 +196,14 @@ _REFUSALS: Mapping[str, Message] = {
         "{set[frames]} is {value}, and {given:n frame} of them are given: nothing is left to make.",
         "Use at least {able}, or a smaller {set[extend_frames]}.",
     ),
+    "planner.prompt_weights": Message(
+        "{model} takes no weights for words, as in (word:1.3).",
+        "Remove them, write \\( for the parenthesis itself, or select a Wan model.",
+    ),
+    "planner.prompt_weight": Message(
+        "{field:setting} has the weight {weight:g}.",
+        "Give one from 0 to {most:g}, or write \\( for the parenthesis itself.",
+    ),
     "planner.prompt_times": Message(
         "The prompt has a time that cannot be read: {part}.",
         "Write the prompt of a time as [2s: …] or [2s-3.5s: …], with the start before the end.",

@@ -31,6 +31,13 @@ MESSAGES: Mapping[str, Message] = {
     "queue.no_video": Message("Job {job} has no video.", "Choose a job that is done; `{tandem} jobs list` lists them."),
     "queue.job_deleted": Message("Job {job} is deleted.", "Run `{tandem} jobs undelete {job}` to restore it first."),
     "queue.job_not_queued": Message("Job {job} is no longer queued.", "Refresh the queue."),
+    "queue.not_in_batch": Message(
+        "Job {job} is not part of a batch.", "Resume it alone: `{tandem} jobs resume {job}`."
+    ),
+    "queue.batch_done": Message(
+        "No video of the batch of job {job} waits or can be resumed here.", "See `{tandem} jobs list`."
+    ),
+    "queue.no_batch": Message("There is no batch {batch}.", "See the batch of a video, or `{tandem} jobs list`."),
     "queue.batch_too_large": Message("The batch has {videos:,} videos.", "Queue at most {maximum:,} at once."),
     "queue.job_unreadable": Message(
         "Job {job} cannot be read: invalid {columns:list}.", "Correct its row in jobs.sqlite, or restore a backup."

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaModel
 
+from runtime.core.prompt_weights import read_weights
 from runtime.execution.text_encoder import TextEncoder, TextEncoding, TextModel
 from runtime.families.hunyuan_video.spec import CLIP_TOKENS, SKIPPED_LAYERS, TEMPLATE_TOKENS
 
@@ -55,6 +56,7 @@ class LlamaEncoder(TextEncoder):
 
     def encode(self, prompt: str) -> TextEncoding:
         """Return the embeddings of the prompt's tokens, (1, tokens, width), without padding."""
+        prompt = read_weights(prompt).text
         text = TEMPLATE.format(prompt)
         whole = self._tokenizer(text).input_ids
         embeds = _embeds(self._tokenizer, self._model, text, self._length)
@@ -69,6 +71,7 @@ class ClipEncoder(TextEncoder):
 
     def encode(self, prompt: str) -> TextEncoding:
         """Return the embedding, (1, 1, width)."""
+        prompt = read_weights(prompt).text
         whole = self._tokenizer(prompt).input_ids
         embeds = _embeds(self._tokenizer, self._model, prompt, self._length)
         return TextEncoding(embeds[:, -1:], self._unknown(prompt), len(whole) > self._length)

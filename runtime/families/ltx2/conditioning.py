@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
+from runtime.core.prompt_weights import read_weights
 from runtime.execution.text_encoder import TextEncoder, TextEncoding
 from runtime.families.ltx2.spec import MAX_SEQUENCE_LENGTH, VISION
 
@@ -43,7 +44,7 @@ class GemmaEncoder(TextEncoder):
 
     def encode(self, prompt: str) -> TextEncoding:
         """Return the states, (1, tokens, width × states); prompts beyond the longest are cut."""
-        text = prompt.strip()
+        text = read_weights(prompt).text.strip()
         inputs = self._tokenizer(
             [text], max_length=self._length, truncation=True, return_attention_mask=True, return_tensors="pt"
         )

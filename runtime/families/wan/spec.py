@@ -253,6 +253,7 @@ class _TextEncoder:
             vocab_size=self.vocab_size,
             max_tokens=MAX_SEQUENCE_LENGTH,
             stores_scores=True,
+            takes_weights=True,
         )
 
 
