@@ -35,6 +35,7 @@ from runtime.pipeline.files import make_folder, output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery
+from runtime.queue.done_command import DoneCommand
 from runtime.queue.executors import VideoExecutor
 from runtime.queue.instances import Instance
 from runtime.queue.job_planning import JobReplanner, continuation, queue_builds
@@ -370,6 +371,8 @@ def _make(
         if isinstance(event, Warned | FellBack) or (isinstance(event, OutOfMemory) and event.retried):
             terminal.warning(render(event.fact, Words(components)).what)
 
+    on_done = environment.settings.on_done
+    command = DoneCommand(store, on_done) if on_done else None
     executor = VideoExecutor(plan, loaded.residency, environment.history)
     with (
         cancel_on_signals(hint) as cancel,
@@ -381,7 +384,11 @@ def _make(
     if isinstance(run.outcome, VideoSaved) and environment.settings.outputs_dir not in run.outcome.video.parents:
         for video in filter(None, (run.outcome.video, run.outcome.plain)):
             give_usual_permissions(video)
-    return run.outcome, components
+    end = run.outcome
+    for failure in () if command is None else command.wait():
+        terminal.warning(str(failure))
+        end = end.with_warning(failure) if isinstance(end, VideoSaved) else end
+    return end, components
 
 
 def _resume_hint(job: JobRecord, store: JobStore) -> str:

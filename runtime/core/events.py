@@ -262,6 +262,10 @@ class VideoSaved(_Event):
     passes_left_out: int = 0
     sound: bool = False
 
+    def with_warning(self, fact: Fact) -> "VideoSaved":
+        """Return the same result with a further warning, unless it has that."""
+        return self if fact in self.warnings else self.model_copy(update={"warnings": (*self.warnings, fact)})
+
     @property
     def frames(self) -> int:
         """The number of frames in the video."""

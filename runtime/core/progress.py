@@ -472,7 +472,9 @@ class Progress:
             changes["frames"] = _frames_after(self.plan, self.step)
             changes["frame_count"] = self.frame_count if self.plan is None else self.plan.frames
         elif isinstance(event, Warned | FellBack):
-            changes = {"warnings": (*self.warnings, event.fact)}
+            # A command of the owner may fail after the end.
+            end = self.end.with_warning(event.fact) if isinstance(self.end, VideoSaved) else self.end
+            changes = {"warnings": (*self.warnings, event.fact), "end": end}
         elif isinstance(event, Paused):
             changes = {"paused": True}
         elif isinstance(event, WaitsForDisk | WaitsForGpus):

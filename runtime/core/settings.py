@@ -4,6 +4,7 @@ The only module that reads them. Flags that were not given are `None`.
 """
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,7 @@ VARIABLES: Mapping[str, str] = {
     "keep_days": "TANDEM_KEEP_DAYS",
     "keep_videos": "TANDEM_KEEP_VIDEOS",
     "keep_bytes": "TANDEM_KEEP_BYTES",
+    "on_done": "TANDEM_ON_DONE",
     "offline": "TANDEM_OFFLINE",
     "hub": "TANDEM_HUB",
 }
@@ -110,6 +112,7 @@ _INVALID: Mapping[str, str] = {
     "keep_days": "settings.not_days",
     "keep_videos": "settings.not_a_count",
     "keep_bytes": "settings.not_a_count",
+    "on_done": "settings.not_a_command",
 }
 
 
@@ -135,6 +138,7 @@ class Settings(FrozenModel):
         share_rate: videos that one visitor may request per hour.
         keep_days, keep_videos, keep_bytes: how long ended videos are kept, and how many and how much of the user and of
             each visitor and key; `None` keeps all.
+        on_done: program and arguments that run when a video is done or fails; empty runs none.
         offline: the flag, variable or file that disables downloads; empty if they are enabled.
         hub: the address that models are downloaded from; one from HF_ENDPOINT is not validated yet.
     """
@@ -161,6 +165,9 @@ class Settings(FrozenModel):
     keep_days: float | None = Field(default=None, gt=0, le=_MOST_DAYS, allow_inf_nan=False)
     keep_videos: int | None = Field(default=None, ge=1, le=10_000_000)
     keep_bytes: int | None = Field(default=None, ge=1, le=1 << 60)
+    on_done: tuple[Annotated[str, Field(max_length=4_096, pattern=r"^[^\x00]*$")], ...] = Field(
+        default=(), max_length=100
+    )
     offline: str = ""
     hub: str = HUB
 
@@ -207,6 +214,14 @@ class Settings(FrozenModel):
         if words in (["all"], ["none"]):
             return get_args(TensorRTPart) if words == ["all"] else ()
         return [part for part in TENSORRT_PARTS if part in words] if set(words) <= set(TENSORRT_PARTS) else words
+
+    @field_validator("on_done", mode="before")
+    @classmethod
+    def _parse_command(cls, value: Any) -> Any:
+        command = split_command(value) if isinstance(value, str) else value
+        if isinstance(command, list) and command and _is_batch_file(command[0]):
+            raise ValueError
+        return command
 
     @field_validator("browser", "share", "idle_builds", "decoder_tensorrt", "decoder_precision", mode="before")
     @classmethod
@@ -288,6 +303,30 @@ def load(
     if settings.share:
         check_share(settings)
     return settings
+
+
+def split_command(text: str, *, windows: bool = sys.platform == "win32") -> list[str]:
+    """Return the program and the arguments of a command, which no shell will read.
+
+    Words are separated by spaces and quoted as in a POSIX shell. On Windows, only double quotes quote, and a backslash
+    is an ordinary character.
+
+    Raises:
+        ValueError: if a quote is not closed, or there is no program.
+    """
+    words = shlex.shlex(text, posix=True, punctuation_chars=False)
+    words.whitespace_split, words.commenters = True, ""
+    if windows:
+        words.quotes, words.escape = '"', ""
+    command = list(words)
+    if not command or not command[0]:
+        raise ValueError
+    return command
+
+
+def _is_batch_file(program: Any, *, windows: bool = sys.platform == "win32") -> bool:
+    """Return whether Windows would have cmd.exe read the arguments; it runs what follows an ampersand in one."""
+    return windows and isinstance(program, str) and program.rstrip(" .").lower().endswith((".bat", ".cmd"))
 
 
 def check_share(settings: Settings) -> None:

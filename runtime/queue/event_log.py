@@ -4,7 +4,7 @@ import json
 import logging
 import sqlite3
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from runtime.core.events import (
@@ -25,10 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class EventLog:
-    """The events of all jobs. Safe between threads and processes; methods raise `StoreError`."""
+    """The events of all jobs. Safe between threads and processes; methods raise `StoreError`.
+
+    Attributes:
+        on_end: called in this process with each video whose end it has stored, if that is done or failed.
+    """
 
     def __init__(self, database: Database) -> None:
         self.database = database
+        self.on_end: Callable[[str, VideoSaved | Failed], None] = lambda *_: None
         # Numbers of the events that were reported in the log.
         self._reported: set[int] = set()
 
@@ -71,8 +76,8 @@ class EventLog:
                 return False
             if isinstance(event, TerminalEvent):
                 end_job(connection, job_id, event)
-                return True
-            add_event(connection, job_id, event_to_json(event))
+            else:
+                add_event(connection, job_id, event_to_json(event))
             if isinstance(event, Planned):
                 owner = find_row(connection, job_id)["owner"]
                 update_row(
@@ -82,7 +87,9 @@ class EventLog:
                     begun=1,
                     **needs_columns(owner, event.plan),
                 )
-            return True
+        if isinstance(event, VideoSaved | Failed):
+            self.on_end(job_id, event)
+        return True
 
     def append(self, task_id: str, event: Mapping[str, Any], lease: int | None = None) -> bool:
         """Add an event to a task.

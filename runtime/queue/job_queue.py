@@ -70,6 +70,7 @@ class JobQueue:
         makes_videos: whether this app's workers make videos, and not only tasks and builds.
         changes: wakes those who follow the whole store.
         retention: which ended videos are kept.
+        on_done: the command that workers run when a video is done or fails, see `DoneCommand`; empty runs none.
         sending: files of videos that are being sent, symlinks resolved; these videos do not expire meanwhile.
         plans_for: returns the machine of a cluster that requests are planned for; `None` for this machine.
         workers_elsewhere: returns the number of workers of a cluster's other machines.
@@ -106,6 +107,7 @@ class JobQueue:
         self.makes_videos = True
         self.changes = Changes()
         self.retention = storage.Retention()
+        self.on_done: Sequence[str] = ()
         self.sending: Counter[Path] = Counter()
         self.plans_for: Callable[[], Machine | None] = lambda: None
         self.workers_elsewhere: Callable[[], int] = lambda: 0
@@ -161,6 +163,7 @@ class JobQueue:
                 engines=self._engines,
                 history=self._history,
                 log_file=log_file,
+                on_done=self.on_done,
             )
             for gpu in self._gpus
         ]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from typing_extensions import Unpack
 
 from runtime.core.errors import StoreError
-from runtime.core.events import Cancelled, Failed, VideoSaved
+from runtime.core.events import Cancelled, Failed, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.images import referenced
 from runtime.core.locks import scratch_folder
@@ -39,6 +39,7 @@ from runtime.queue.records import (
     JobRecord,
     Kind,
     State,
+    event_to_json,
     needs_columns,
     read_row,
     stored_request,
@@ -594,17 +595,33 @@ class JobStore:
                 return None
             if saved is not None:
                 end_job(connection, job_id, saved)
-                return "done"
-            if record.pending == "cancel" or record.kind == "task":
+            elif record.pending == "cancel" or record.kind == "task":
                 end_job(connection, job_id, Cancelled())
                 return "cancelled"
-            before = any(event["event"] == "Interrupted" for _, _, event in self.log.read_events(connection, job_id, 0))
-            add_event(connection, job_id, {"event": "Interrupted"})
-            if record.idle and not before:
-                update_row(connection, job_id, state="queued", pending_control="", instance=None, live=None)
-                return "queued"
-            update_row(connection, job_id, state="interrupted", pending_control="", ended=time.time())
-            return "interrupted"
+            if saved is None:
+                return self._interrupt(connection, record)
+        self.log.on_end(job_id, saved)
+        return "done"
+
+    def _interrupt(self, connection: sqlite3.Connection, record: JobRecord) -> State:
+        events = self.log.read_events(connection, record.id, 0)
+        before = any(event["event"] == "Interrupted" for _, _, event in events)
+        add_event(connection, record.id, {"event": "Interrupted"})
+        if record.idle and not before:
+            update_row(connection, record.id, state="queued", pending_control="", instance=None, live=None)
+            return "queued"
+        update_row(connection, record.id, state="interrupted", pending_control="", ended=time.time())
+        return "interrupted"
+
+    def add_warning(self, job_id: str, fact: Fact, lease: int) -> None:
+        """Add a warning to an ended video, unless it was started again since the lease."""
+        with self.database.writing() as connection:
+            record = read_job(connection, job_id)
+            if record.open or record.lease != lease:
+                return
+            if record.saved is not None:
+                update_row(connection, job_id, result=record.saved.with_warning(fact).model_dump_json())
+            add_event(connection, job_id, event_to_json(Warned(fact=fact)))
 
     def edit(self, job_id: str, request: GenerationRequest, plan: ExecutionPlan) -> JobRecord:
         """Change a queued video; it keeps its place, and starts over if it had started.

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from runtime.machine.probe import Machine, probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.placement import usable_gpus
+from runtime.queue.done_command import DoneCommand
 from runtime.queue.executors import TaskExecutor, VideoExecutor
 from runtime.queue.instances import WorkerEntry, WorkerRegistry, app_of
 from runtime.queue.job_planning import JobReplanner, queue_builds, queue_compilation
@@ -71,6 +72,7 @@ class WorkerConfig:
         engines: the engine library.
         history: measured times of earlier jobs.
         log_file: of the application.
+        on_done: see `DoneCommand`; empty runs none.
         preload: whether PyTorch is imported before the first job. Otherwise a crash of the import counts as the job's.
     """
 
@@ -83,6 +85,7 @@ class WorkerConfig:
     store_problem: Fact | None = None
     history: HistoryFile | None = None
     log_file: Path | None = None
+    on_done: Sequence[str] = ()
     preload: bool = True
 
     @property
@@ -139,6 +142,8 @@ class Worker:
         self._registry = WorkerRegistry(store.database)
         self._replanner = JobReplanner(config.weights_dir, config.engines, config.history, builds_later=True)
         self._poller = ControlPoller(store)
+        if config.on_done:
+            DoneCommand(store, config.on_done)
         self._residency: Residency | None = None
         self._exit = ExitStack()
         self._stopping = threading.Event()

@@ -22,6 +22,7 @@ from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
 from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
+from runtime.queue.done_command import DoneCommand
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.storage import Retention
 from runtime.queue.store import JobStore, open_store
@@ -193,10 +194,13 @@ def open_queue(settings: Settings, *, cluster: bool = False) -> tuple[JobQueue, 
         print_line(f"Note: {store.notice}")
     if store.problem is not None:
         print_line(f"Note: Jobs are not stored. {' '.join(render(store.problem))}")
+    if settings.on_done:  # workers run it themselves, and this process for theirs that die
+        DoneCommand(store, settings.on_done)
     cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)
     worker.retention = Retention(days=settings.keep_days, videos=settings.keep_videos, bytes=settings.keep_bytes)
+    worker.on_done = settings.on_done
     resume_interrupted(store, everyone=cluster)
     waiting = sum(count for (_, state), count in store.order.counts().items() if state != "paused")
     if waiting:

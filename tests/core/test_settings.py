@@ -57,6 +57,30 @@ def test_an_invalid_limit_is_refused(tmp_path: Path, name: str, value: str) -> N
     assert refused.value.data["source"] == name
 
 
+def test_a_command_is_split_without_a_shell(tmp_path: Path) -> None:
+    environ = {"TANDEM_CACHE_DIR": str(tmp_path)}
+    assert settings.load({}, environ).on_done == ()
+    (tmp_path / "settings.json").write_text(json.dumps({"on_done": ["copy it", "a'b"]}))
+    assert settings.load({}, environ).on_done == ("copy it", "a'b")
+    loaded = settings.load({}, environ | {"TANDEM_ON_DONE": "'my script' --to \"a b\" # $HOME;"})
+    assert loaded.on_done == ("my script", "--to", "a b", "#", "$HOME;")
+    windows = r'"C:\Program Files\copy.exe" C:\to it' "'s"
+    assert settings.split_command(windows, windows=True) == [r"C:\Program Files\copy.exe", r"C:\to", "it's"]
+    assert settings._is_batch_file("x.CMD .", windows=True) and not settings._is_batch_file("x.cmd", windows=False)
+    for wrong in ("'open", "''", '"a'):
+        with pytest.raises(SettingsError) as refused:
+            settings.load({}, environ | {"TANDEM_ON_DONE": wrong})
+        assert (refused.value.code, refused.value.data["source"]) == ("settings.not_a_command", "TANDEM_ON_DONE")
+    for value in ([], [1], 5, ["a\0"], True, [["a"]]):
+        (tmp_path / "settings.json").write_text(json.dumps({"on_done": value}))
+        if value == []:
+            assert settings.load({}, environ).on_done == ()
+            continue
+        with pytest.raises(SettingsError) as refused:
+            settings.load({}, environ)
+        assert refused.value.code == "settings.not_a_command"
+
+
 def test_a_link_excludes_another_host(tmp_path: Path) -> None:
     environ = {"TANDEM_CACHE_DIR": str(tmp_path), "TANDEM_HOST": "0.0.0.0", "TANDEM_AUTH": "me:secret"}
     with pytest.raises(SettingsError) as refused:

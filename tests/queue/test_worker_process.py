@@ -24,6 +24,7 @@ from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import SECTIONS
+from runtime.queue.done_command import DoneCommand
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.store import JobStore
 from runtime.queue.supervisor import Supervisor
@@ -50,6 +51,9 @@ class App:
         self.outputs = folder / "outputs"
         self.store = JobStore(folder / "jobs.sqlite")
         self.queue = JobQueue(folder / "weights", self.outputs, self.engines, None, self.store)
+        self.ended = folder / "ended"
+        self.queue.on_done = ("sh", "-c", 'echo $TANDEM_JOB $TANDEM_STATE >> "$0"', str(self.ended))
+        DoneCommand(self.store, self.queue.on_done)
         self.queue.start_workers(folder / "log.txt")
 
     def kill(self) -> None:
@@ -58,6 +62,16 @@ class App:
         pid = self.queue.worker_pids()[0]
         os.kill(pid, signal.SIGKILL)
         until(lambda: self.queue.worker_pids().get(0, pid) != pid)
+
+    def ends_of(self, job: Job) -> list[str]:
+        """Return the states with which the command at the end was called for a job, at least one."""
+
+        def states() -> list[str]:
+            lines = self.ended.read_text().splitlines() if self.ended.exists() else []
+            return [state for name, state in (line.split() for line in lines) if name == job.id]
+
+        until(states)
+        return states()
 
     def spawned_children(self) -> list[int]:
         """Return the processes that the worker spawned, such as one that builds an engine."""
@@ -133,6 +147,7 @@ def test_a_job_resumes_by_itself_after_its_worker_was_killed(
     resumed = [event.step for event in job.events if isinstance(event, Resumed)]
     assert resumed == ([STEPS] if stage in {"decode", "save"} else resumed)
     assert [path.name for path in app.outputs.iterdir() if path.suffix != ".mp4"] == []
+    assert app.ends_of(job) == ["done"]
 
 
 @pytest.mark.slow
@@ -176,6 +191,7 @@ def test_a_second_death_without_progress_fails_the_job(app: App) -> None:
     record = app.store.get(job.id)
     assert record.state == "failed" and record.failure is not None
     assert record.failure.fact.code == "queue.worker_died_again"
+    assert app.ends_of(job) == ["failed"]
 
 
 @pytest.mark.slow

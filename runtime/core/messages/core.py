@@ -186,6 +186,10 @@ MESSAGES: Mapping[str, Message] = {
     "settings.no_cache_folder": Message(
         "The cache folder {folder} cannot be created: {error}.", "Set {variable} to a writable folder."
     ),
+    "settings.not_a_command": Message(
+        "{source} is {value}, not a command.",
+        "Give a program and its arguments, and close each quote. No shell reads them, and on Windows no .bat or .cmd.",
+    ),
     "settings.not_a_count": Message("{source} is {value}.", "Give a whole number from 1 to {most}."),
     "settings.not_days": Message("{source} is {value}.", "Give a number of days above 0, up to {most}."),
     "settings.not_a_folder": Message("{source} is {value}, not a folder.", "Give a folder; it is created when needed."),

@@ -78,6 +78,17 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "queue.job_not_stored": Message("This video will not be in the list of jobs: {cause:advice}"),
     "queue.job_not_stored_yet": Message("This video is not in the list of jobs yet: {cause:advice}"),
+    "queue.on_done_failed": Message(
+        "The command '{program}' failed at the end of this video: {how}.", "The setting `on_done` names it."
+    ),
+    "queue.on_done_not_started": Message(
+        "The command '{program}' could not be started at the end of this video: {error}.",
+        "Correct TANDEM_ON_DONE, or `on_done` in settings.json.",
+    ),
+    "queue.on_done_too_long": Message(
+        "The command '{program}' was killed: it ran for more than {seconds:.0f} s at the end of this video.",
+        "Have it start longer work in the background.",
+    ),
     "queue.worker_died": Message(
         "The worker process ended unexpectedly ({how}).", "Try again; see the log for details."
     ),
