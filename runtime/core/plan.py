@@ -43,6 +43,7 @@ from runtime.core.request import (
     FINISHERS,
     INTERPOLATOR,
     LOSSLESS,
+    NO_NAG,
     OFF,
     SOUND_DECODERS,
     STRENGTH,
@@ -225,6 +226,7 @@ class Speed(FrozenModel):
         sparse_tau: the threshold of sparse attention, which takes the kernel's place except where attention stays exact
             (`core.sparse_attention`); `None` for none.
         attention_reason, compiled_reason: why; `None` in `EAGER`.
+        nag: the scale of normalized attention guidance, where a call takes a prompt and a negative one; 1 for none.
         compiled: whether the transformers' blocks, and the VAE's operations between convolutions, are compiled.
         compiled_later: whether they are compiled for later clips when no video waits.
         text_kept: whether every block's keys and values of the text are cached across steps.
@@ -237,6 +239,7 @@ class Speed(FrozenModel):
 
     attention: str = "native"
     sparse_tau: float | None = None
+    nag: float = NO_NAG
     attention_reason: Fact | None = None
     compiled: bool = False
     compiled_later: bool = False
@@ -334,6 +337,8 @@ class ResolvedRequest(FrozenModel):
         model: the model's name in the catalogue.
         guidance_scale: guidance scale of the (high-noise) transformer.
         guidance_scale_2: guidance scale of the low-noise transformer; `None` if the model has only one.
+        nag: how much the negative prompt counts in steps without guidance, see `execution.attention_guidance`; 1 for
+            not at all.
         shift: the timestep shift of the scheduler; `None` for the model's own.
         step_cache: the kind of step cache with its strength, or "none".
         guidance_cache: by which share of its norm the prediction with the prompt may differ from the one without, so
@@ -378,6 +383,7 @@ class ResolvedRequest(FrozenModel):
     loras: tuple[LoraUse, ...]
     crf: int
     guidance_cache: str = OFF
+    nag: float = NO_NAG
     loop: str = OFF
     interpolate: str = OFF
     upscale: str = OFF
@@ -786,6 +792,7 @@ class ExecutionPlan(ResolvedRequest):
             "skipped_steps": self.skipped_steps,
             "step_cache": self.step_cache,
             "guidance_cache": self.guidance_cache,
+            "nag": self.nag,
             "speed": self.speed.to_json(),
             "shift": self.shift,
             "shift_reason": str(self.shift_reason or ""),

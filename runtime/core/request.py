@@ -93,6 +93,8 @@ STEP_CACHES: Final = {NONE: "None", FIRST_BLOCK: "First block", MAGCACHE: "MagCa
 OFF = "off"
 # How far apart both guidance passes may be, see `plan.ResolvedRequest`; bench/step_cache.md has the effect of each.
 GUIDANCE_CACHES: Final = {OFF: "Off", "0.05": "Passes up to 5 % apart", "0.1": "Up to 10 %", "0.2": "Up to 20 %"}
+# Scales of normalized attention guidance: without it, and the largest, that of ComfyUI-NAG.
+NO_NAG, MAX_NAG = 1.0, 100.0
 INTERPOLATIONS: Final = {OFF: "Off", "2": "2 times", "4": "4 times"}
 UPSCALES: Final = {AUTO: "Automatic", OFF: "Off", "2": "2 times", "3": "3 times", "4": "4 times"}
 LOOP = "on"
@@ -287,6 +289,23 @@ class GenerationRequest(FrozenModel):
             step=0.5,
         ),
     ] = AUTO
+    nag: Annotated[
+        float | Auto,
+        Number(
+            label="Negative attention",
+            help="How much the negative prompt counts where guidance is 1, by normalized attention guidance (NAG); its "
+            "authors use 11 for videos. 1 turns it off. Only some models can.",
+            group="more",
+            flag="--nag",
+            metavar="SCALE",
+            unset="1",
+            docs="models.md#negative-prompts-without-guidance",
+            low=NO_NAG,
+            high=MAX_NAG,
+            whole=False,
+            step=1,
+        ),
+    ] = NO_NAG
     seed: Annotated[
         int | Auto,
         Number(

@@ -52,7 +52,8 @@ class Denoiser(Protocol):
             timestep: scalar tensor, 0 to 1000, or two: of the first latent frame and of the others; or, where the model
                 embeds the guidance scale, of all frames and 1000 times the guidance scale.
             text_embeds: (1, text tokens, text width). A model that attends to images takes their embeddings, padded
-                with zeros to the text's width, as the first tokens; so do those of a second text encoder.
+                with zeros to the text's width, as the first tokens; so do those of a second text encoder. A model that
+                supports `nag` also takes those of a prompt and a negative prompt, (2, …).
             which: the pass of the step; each pass has its own cache.
 
         Returns:

@@ -505,7 +505,8 @@ class ModelSpec:
         sizes, frame_counts: what the model was made for, (width, height) and frames.
         is_downloaded: whether `directory` exists; a published model can be planned with before that.
         flow_shift: how far the scheduler moves noise levels towards noise, if its configuration has a shift.
-        unsupported: request fields that the family does not support: "gpus", "step_cache", "guidance_cache".
+        unsupported: request fields that the family does not support: "gpus", "step_cache", "guidance_cache",
+            "nag".
         lacks: what its components in PyTorch do not implement, so that the planner never chooses it: fields of
             `plan.Speed`; "compiled_vae", compilation of the VAE; "strips", decoding on several GPUs; "chunks",
             decoding in several calls; and `ROW_KERNELS`, those of `row_kernels` for norms and gates.

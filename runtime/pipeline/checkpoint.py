@@ -31,7 +31,7 @@ from runtime.core.events import CheckpointSaved, Event
 from runtime.core.facts import Fact, Warnings
 from runtime.core.files import move_over, sync_folder
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, OFF, OVERLAP
+from runtime.core.request import CONTROL_FIELDS, CONTROL_SCALE, NO_NAG, OFF, OVERLAP
 from runtime.core.untrusted_files import parse_json
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import read_header
@@ -326,6 +326,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     unused |= set() if plan.keyframes else {"keyframe_seconds"}
     excluded = {*_OTHER_FIELDS, *CONTROL_FIELDS, "keyframes", *unused} | (set() if plan.extend else {"extend"})
     excluded |= {"guidance_cache"} if plan.guidance_cache == OFF else set()
+    excluded |= {"nag"} if plan.nag == NO_NAG else set()
     excluded |= set() if plan.refinement else {"stages"}
     # The prompt of a section may depend on when it is played, and the frames of a video that are read; so does sound.
     timed = plan.video or plan.control or plan.sound_shape or len(timed_prompts(plan.prompt)) > 1

@@ -20,7 +20,7 @@ from runtime.core.errors import CheckpointError, EngineError, OutputError
 from runtime.core.events import EngineProgress, Event, FellBack, Resumed, Stage, StageStarted, VideoSaved, Warned
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, EngineRef, ExecutionPlan
-from runtime.core.request import SOUND_DECODERS, UPSCALER
+from runtime.core.request import NO_NAG, SOUND_DECODERS, UPSCALER
 from runtime.execution.residency import Residency
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler, with_given_levels
@@ -322,7 +322,7 @@ class RunContext:
         if _decisions(checkpoint.planned) == _decisions(self.plan):
             # Keep the fallbacks of the earlier run, unless the job is planned differently now.
             self.plan = self.plan.replace(**{name: getattr(checkpoint.plan, name) for name in _CHANGING_FIELDS})
-        complete = checkpoint.conditioning.negative is not None or not wants_guidance(self.plan)
+        complete = checkpoint.conditioning.negative is not None or not wants_negative(self.plan)
         self.conditioning = checkpoint.conditioning if complete else None
         self.sampling, self.section = checkpoint.sampling, checkpoint.section
         for fact in checkpoint.warnings:
@@ -476,9 +476,9 @@ def _computes_bfloat16(device: str) -> bool:
     return device.startswith("cuda") and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
 
 
-def wants_guidance(plan: ExecutionPlan) -> bool:
-    """Return whether a plan needs the negative prompt."""
-    return any(scale > 1 for scale in (plan.guidance_scale, plan.guidance_scale_2 or 0))
+def wants_negative(plan: ExecutionPlan) -> bool:
+    """Return whether a plan needs the negative prompt: for guidance, or for that of attention."""
+    return plan.nag > NO_NAG or any(scale > 1 for scale in (plan.guidance_scale, plan.guidance_scale_2 or 0))
 
 
 def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:

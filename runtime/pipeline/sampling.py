@@ -89,12 +89,14 @@ class Conditioning:
 
     Attributes:
         positive: embeddings of the prompt, (1, text tokens, text width); see `Denoiser` for those of images.
-        negative: of the negative prompt; `None` without guidance.
+        negative: of the negative prompt; `None` if no pass attends to it.
         given: `None` without an image.
         others: embeddings of the further prompts of a video's sections, in the order in which sections first use them.
         image_embeds: embeddings of the image, (1, tokens, width), for sections.
         video: latents of the video that this one is made from, (1, channels, frames, height, width), float32.
         given_half: the given frames of the first of two stages.
+        suppressing: the embeddings of the prompt and of the negative prompt, (2, text tokens, text width), which a pass
+            without guidance attends to, see `execution.attention_guidance`; `None` for those of the prompt alone.
     """
 
     positive: torch.Tensor
@@ -104,6 +106,7 @@ class Conditioning:
     image_embeds: torch.Tensor | None = None
     video: torch.Tensor | None = None
     given_half: GivenFrames | None = None
+    suppressing: torch.Tensor | None = None
 
     def with_tokens(self, embeds: torch.Tensor) -> "Conditioning":
         """Return it with embeddings of images, (1, tokens, width), before those of the texts."""
@@ -493,7 +496,7 @@ def _guided(
     streams = None if sampling is None else sampling.streams
     inputs = (latents, step.times) if given_frames is None else given_frames.inputs(latents, step.timestep, streams)
     if negative is None or step.guidance_scale <= 1:
-        velocity = denoiser(*inputs, positive)
+        velocity = denoiser(*inputs, positive if conditioning.suppressing is None else conditioning.suppressing)
         return velocity if streams is None else streams.without_keyframes(velocity), guidance
     passes = (PROMPTED, UNPROMPTED) if sampling is None else sampling.passes
     texts = {which: negative if which == UNPROMPTED else positive for which in passes}

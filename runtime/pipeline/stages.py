@@ -21,7 +21,7 @@ from runtime.core.facts import Fact
 from runtime.core.images import VideoUse, field_of
 from runtime.core.plan import ExecutionPlan
 from runtime.core.prompt_weights import read_weights
-from runtime.core.request import OFF, SOUND_DECODERS
+from runtime.core.request import NO_NAG, OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import (
     ControlClip,
@@ -44,7 +44,7 @@ from runtime.pipeline.checkpoint import restore_scheduler
 from runtime.pipeline.growing_clip import GrowingClip
 from runtime.pipeline.latent_colors import DecodedColors
 from runtime.pipeline.previews import Previews
-from runtime.pipeline.run_context import RunContext, wants_guidance
+from runtime.pipeline.run_context import RunContext, wants_negative
 from runtime.pipeline.sampling import (
     Conditioning,
     GivenFrames,
@@ -67,7 +67,8 @@ from runtime.video.recompression import recompressed
 
 
 def encode_prompt(context: RunContext) -> Conditioning:
-    """Return the embeddings of the prompt and, with guidance, of the negative prompt; from the prompt cache if it can.
+    """Return the embeddings of the prompt and, if a pass attends to it, of the negative one; from the prompt cache if
+    it can.
 
     Emits a warning for words that the model does not know and for text that is cut.
     """
@@ -75,13 +76,13 @@ def encode_prompt(context: RunContext) -> Conditioning:
     prompts = [plan.prompt]
     if context.spec.section is not None:
         prompts = list(dict.fromkeys(section_prompts(plan.prompt, sections_of(plan, context.spec), plan.fps)))
-    texts = [*prompts, plan.negative_prompt] if wants_guidance(plan) else prompts
+    texts = [*prompts, plan.negative_prompt] if wants_negative(plan) else prompts
     if CONNECTORS in plan.components:
         encoded = _through_cache(context, CONNECTORS, texts, partial(_connect, context))
     else:
         by_encoder = [_encode_texts(context, name, texts) for name in context.spec.text_encoders]
         encoded = list(map(joined, zip(*by_encoder, strict=True)))
-    negative = encoded.pop() if wants_guidance(plan) else None
+    negative = encoded.pop() if wants_negative(plan) else None
     for encoding in encoded:
         _warn_of_text(context, encoding, "prompt")
     if negative is not None and plan.negative_prompt != context.spec.defaults.negative_prompt:
@@ -471,6 +472,9 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
     conditioning = context.conditioning
     if context.plan.by_stage[stage + 1 :]:
         conditioning = replace(conditioning, given=conditioning.given_half)
+    if plan.nag > NO_NAG:
+        assert conditioning.negative is not None
+        conditioning = replace(conditioning, suppressing=torch.cat([conditioning.positive, conditioning.negative]))
     with context.metrics.stage("denoise"):
         remaining = denoise(
             sampling.latents,

@@ -12,7 +12,7 @@ from runtime.core.images import CROP, InputFile, VideoUse, with_borders
 from runtime.core.keyframes import latent_at
 from runtime.core.loras import LoraUse
 from runtime.core.prompt_weights import MOST_WEIGHT, read_weights
-from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, OFF, GenerationRequest
+from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, NO_NAG, OFF, GenerationRequest
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
@@ -412,9 +412,25 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     return Fact("planner.shift_asked", {"shift": shift, "others": alternatives})
 
 
+def check_nag(spec: ModelSpec, nag: float, guidance: float) -> None:
+    """Check that there are steps without guidance, if attention is to be guided there.
+
+    Args:
+        nag: the scale of normalized attention guidance.
+        guidance: the smallest guidance scale of the transformers.
+
+    Raises:
+        InvalidRequestError: if all steps have guidance.
+    """
+    if nag > NO_NAG and guidance > 1:
+        raise InvalidRequestError("nag", "planner.nag_with_guidance", model=spec.title, guidance=guidance)
+
+
 def unused_warnings(request: GenerationRequest, spec: ModelSpec, guidance: float) -> list[Fact]:
     """Return the warnings about settings that have no effect; `guidance` is the largest scale."""
-    warnings = [Fact("planner.negative_unused")] if request.negative_prompt and guidance <= 1 else []
+    warnings = []
+    if request.negative_prompt and guidance <= 1 and request.nag in {AUTO, NO_NAG}:
+        warnings.append(Fact("planner.negative_unused" if "nag" in spec.unsupported else "planner.negative_needs_nag"))
     if request.sound == LOSSLESS and spec.sound is None and spec.extend is None:
         warnings.append(Fact("planner.sound_unused", {"model": spec.title}))
     if spec.upscaler is None and request.upscaler != AUTO:

@@ -65,6 +65,7 @@ class ComponentSettings:
         quantization: of this component's weights.
         gpus: how many GPUs share it.
         attention: as in `GenerationRequest`.
+        nag: whether attention to the text is guided, as in `GenerationRequest`.
         in_blocks: whether the backend's engines compute parts of each block, see `plan.ComponentPlan`.
     """
 
@@ -77,6 +78,7 @@ class ComponentSettings:
     gpus: int = 1
     step_cache: str = NONE
     attention: str = AUTO
+    nag: bool = False
     in_blocks: bool = False
 
     @property
@@ -214,6 +216,7 @@ RULES = (
         lambda settings, _: settings.transformer_on_engine and settings.step_cache != NONE,
         "step_cache",
     ),
+    Rule("planner.nag_on_engine", lambda settings, _: settings.transformer_on_engine and settings.nag, "nag"),
     Rule(
         "planner.attention_on_engine",
         lambda settings, _: settings.transformer_on_engine and settings.attention not in {AUTO, "native"},

@@ -63,17 +63,17 @@ def shared_options(inputs: ForecastInputs) -> Speed:
     sparse_tau = None
     if is_sparse(inputs.request.attention) and workload.tokens >= LEAST_TOKENS:
         sparse_tau = tau_of(inputs.request.attention)
-    guided = inputs.calls["text_encoder"] > 1
-    size = text_bytes(workload.spec, _dtype(inputs), texts=2 if guided else 1)
+    size = text_bytes(workload.spec, _dtype(inputs), texts=2 if inputs.calls["text_encoder"] > 1 else 1)
     keep_text = size <= _TEXT_SHARE * inputs.free_bytes and "text_kept" not in lacks
     apart = bool(inputs.in_blocks) or _passes_apart(inputs) or "paired" in lacks
     return Speed(
         attention=attention,
         sparse_tau=sparse_tau,
+        nag=inputs.nag,
         attention_reason=reason,
         text_kept=keep_text,
         text_bytes=size if keep_text else 0,
-        paired=workload.cuda and guided and workload.tokens <= _PAIRED_TOKENS and not apart,
+        paired=workload.cuda and inputs.guided and workload.tokens <= _PAIRED_TOKENS and not apart,
         channels_last=channels_last,
     )
 

@@ -11,7 +11,7 @@ from math import erfc, isclose, sqrt
 
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.plan import EAGER, PYTORCH, LatentSize, Speed, is_block_program
-from runtime.core.request import AUTO, OFF, SOUND_DECODERS, GenerationRequest
+from runtime.core.request import AUTO, NO_NAG, OFF, SOUND_DECODERS, GenerationRequest
 from runtime.core.sparse_attention import BLOCK, TAU, exact_share
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
@@ -161,6 +161,10 @@ _COMPILED_SPEEDUP: Mapping[str, float] = {"none": 1.013, "fp8": 1.039}
 _COMPILED_SPEEDUP_WITHOUT_KERNELS = 1.173
 # Attention kernels against PyTorch's own.
 _ATTENTION_SPEEDUP: Mapping[str, float] = {"flash4": 1.215, "fp8": 1.477}
+# Normalized attention guidance reads and writes the results of attention to both texts several times, which takes as
+# long as attention to so many more text tokens. Measured on two cores, 350 to 580; by its memory traffic, about 900 on
+# a GPU, and 250 where blocks are compiled.
+_NAG_KEYS = 500
 # Sparse attention with a threshold of 1: its seconds as a share of those of PyTorch's own, which falls to the first
 # number with more tokens. Fitted to 17.0 ms at 32,760 tokens and 80.8 ms at 75,600; FlashAttention 4 took 32.6 and
 # 177 ms. Other thresholds were not measured: the first number is taken to grow with the attended share of the blocks.
@@ -178,6 +182,8 @@ class ForecastInputs:
         backends: by component.
         free_bytes: of the device.
         chunk: latent frames that the VAE decodes in one call if memory suffices.
+        guided: whether any transformer runs with guidance.
+        nag: see `plan.Speed`.
         step_cache: with its strength, or "none".
         long_lived: see `resolve.PlanningContext`.
         compiles_when_idle: whether code may be compiled for later clips when no video waits.
@@ -195,6 +201,8 @@ class ForecastInputs:
     backends: Mapping[str, str]
     free_bytes: int
     chunk: int
+    guided: bool = False
+    nag: float = NO_NAG
     step_cache: str = NONE
     long_lived: bool = False
     compiles_when_idle: bool = False
@@ -297,7 +305,7 @@ def _known_call(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, spe
         return call
     workload = inputs.workload
     if inputs.backends[name] == PYTORCH:
-        return _beside_engines(inputs, strategy, name, speed)
+        return _suppressing(_beside_engines(inputs, strategy, name, speed), speed, workload)
     if name not in workload.engine_seconds:
         return None
     if workload.in_blocks(name):
@@ -322,7 +330,8 @@ def _similar_call(
     inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
 ) -> tuple[Speed, Seconds] | None:
     """Return the most similar options of PyTorch with which earlier jobs measured a call, and its seconds."""
-    for like in (speed.replace(compiled=False), speed.replace(sparse_tau=None), EAGER):
+    similar = [speed.replace(**{field: getattr(EAGER, field)}) for field in ("compiled", "sparse_tau", "nag")]
+    for like in (*similar, EAGER):
         call = _ran_call(inputs, strategy, name, like)
         if call is not None:
             return like, call
@@ -349,6 +358,13 @@ def _beside_engines(inputs: ForecastInputs, strategy: MemoryStrategy, name: str,
             likely, low, high = built.pytorch, _ENGINE[0] * built.pytorch, _ENGINE[1] * built.pytorch
             alone = Seconds(likely, low, high, built.measured, inferred=not built.measured)
     return alone
+
+
+def _suppressing(call: Seconds | None, speed: Speed, workload: Workload) -> Seconds | None:
+    """Return a call that was measured with a prompt alone, with a negative prompt if the options have its attention."""
+    if call is None or speed.nag == NO_NAG:
+        return call
+    return (call * (1 / attention_speedup(EAGER.replace(nag=speed.nag), workload))).as_inferred()
 
 
 def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> PyTorchPath:
@@ -456,7 +472,8 @@ def attention_seconds(inputs: ForecastInputs, dtype: str, speed: Speed) -> float
     workload, spec = inputs.workload, inputs.workload.spec
     flops = attention_flops(spec, workload.tokens)
     # Cross-attention, in proportion.
-    calls = spec.blocks * (1 + spec.max_sequence_length / workload.tokens)
+    texts = 1 if speed.nag == NO_NAG else 2
+    calls = spec.blocks * (1 + texts * spec.max_sequence_length / workload.tokens)
     device = history.device_name(inputs.machine, workload.device)
     measured = history.attention_seconds(inputs.history, device, dtype, flops).get(speed.attention)
     share = _attention_share(speed, workload)
@@ -690,11 +707,13 @@ def compiled_speedup(spec: ModelSpec, quantization: str) -> float:
 
 
 def attention_speedup(speed: Speed, workload: Workload) -> float:
-    """Return the estimated speedup of a transformer by its attention kernels, against PyTorch's own attention."""
+    """Return the estimated speedup of a transformer by its attention, against PyTorch's own and a prompt alone."""
     spec, tokens = workload.spec, workload.tokens
     whole = spec.transformer.forward_flops(tokens, spec.max_sequence_length)
     share = spec.blocks * attention_flops(spec, tokens) / whole
-    return 1 / (1 - share + share * _attention_share(speed, workload))
+    # Attention to a negative prompt, and what is computed of both results.
+    suppressing = 0.0 if speed.nag == NO_NAG else share * (spec.max_sequence_length + _NAG_KEYS) / tokens
+    return 1 / (1 - share + share * _attention_share(speed, workload) + suppressing)
 
 
 def _attention_share(speed: Speed, workload: Workload) -> float:

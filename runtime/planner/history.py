@@ -13,7 +13,7 @@ from pydantic import Field
 from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory
 from runtime.core.frozen import FrozenModel
 from runtime.core.plan import PYTORCH, ComponentPlan, EngineRef, ExecutionPlan, Speed
-from runtime.core.request import OFF, SOUND_DECODERS
+from runtime.core.request import NO_NAG, OFF, SOUND_DECODERS
 from runtime.core.sparse_attention import SOL
 from runtime.core.step_cache import NONE, computed_steps, is_scheduled
 from runtime.machine.probe import Machine
@@ -181,6 +181,8 @@ def calls_of(
     guidance_passes: int = 2,
     refining: tuple[int, float] | None = None,
     encoded: int = 1,
+    *,
+    suppresses: bool = False,
 ) -> dict[str, float]:
     """Return the number of calls of each component for one clip.
 
@@ -192,6 +194,7 @@ def calls_of(
         refining: of a video in two stages, the steps of the second one, and the operations of a pass in the first as a
             share of those in the second; calls of the transformer are those in the second that take as long.
         encoded: how often what steers a clip is encoded: once for each segment.
+        suppresses: whether passes without guidance attend to the negative prompt.
     """
     scales = {"transformer": guidance_scale}
     if guidance_scale_2 is not None:
@@ -204,7 +207,7 @@ def calls_of(
         steps_after, share = refining
         experts = {name: share * count + steps_after for name, count in experts.items()}
         images += _FIRST_STAGE_PIXELS
-    texts = dict.fromkeys(("text_encoder", "text_encoder_2", CONNECTORS), prompts + bool(guided))
+    texts = dict.fromkeys(("text_encoder", "text_encoder_2", CONNECTORS), prompts + (bool(guided) or suppresses))
     once = dict.fromkeys((LATENT_UPSAMPLER, *SOUND_DECODERS), 1)
     return {**texts, IMAGE_ENCODER: 1, VAE_ENCODER: images, **experts, "vae": sections, **once}
 
@@ -222,6 +225,7 @@ def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
         plan.guidance_passes,
         None if plan.refinement is None else (len(plan.refinement.levels), plan.refinement.cost),
         plan.sections if plan.face is not None else 1,
+        suppresses=plan.nag > NO_NAG,
     )
 
 
@@ -235,6 +239,8 @@ def history_tag(speed: Speed, component: str) -> str:
         kernel = {} if speed.attention == "native" else {speed.attention: True}
         if speed.sparse_tau is not None:
             kernel[f"{SOL}:{speed.sparse_tau:g}"] = True
+        if speed.nag > NO_NAG:
+            kernel["nag"] = True
         options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
     return " ".join(name for name, used in options.items() if used)
 

@@ -19,6 +19,7 @@ from runtime.core.request import (
     CONTROL_VIDEOS,
     FINISHERS,
     IDLE,
+    NO_NAG,
     OFF,
     SOUND_DECODERS,
     STRENGTH,
@@ -157,7 +158,7 @@ def _check_supported(request: GenerationRequest, spec: ModelSpec) -> None:
     Raises:
         InvalidRequestError: naming the first such field.
     """
-    for field, off in (("gpus", 1), ("step_cache", NONE), ("guidance_cache", OFF)):
+    for field, off in (("gpus", 1), ("step_cache", NONE), ("guidance_cache", OFF), ("nag", NO_NAG)):
         if field in spec.unsupported and getattr(request, field) not in {AUTO, off}:
             raise InvalidRequestError(field, "family.option_unsupported", option=[field], model=spec.title)
     if request.stages != "1" and spec.refinement is None:
@@ -195,6 +196,7 @@ class _Settings:
     guidance: float
     guidance_2: float | None
     embedded_guidance: float | None
+    nag: float
     seed: int
     shift: float | None
     strength: float
@@ -225,6 +227,8 @@ class _Settings:
         if request.guidance_cache != OFF and max(guidance, guidance_2 or 0) <= 1:
             code = "planner.one_pass_only" if spec.embedded_guidance else "planner.no_guidance_to_cache"
             raise InvalidRequestError("guidance_cache", code, model=spec.title)
+        nag = _or(request.nag, NO_NAG)
+        clip.check_nag(spec, nag, min(guidance, guidance if guidance_2 is None else guidance_2))
         clip.check_shift(request, spec)
         shift = clip.shift_override(request, spec)
         strength = _or(request.strength, STRENGTH)
@@ -245,6 +249,7 @@ class _Settings:
             guidance=guidance,
             guidance_2=guidance_2,
             embedded_guidance=embedded_guidance,
+            nag=nag,
             seed=random_seed() if request.seed == AUTO else request.seed,
             shift=shift,
             strength=strength,
@@ -264,6 +269,7 @@ class _Settings:
                 spec.guidance_passes,
                 None if refinement is None else (len(refinement.levels), refinement.cost),
                 1 if spec.segment_frames is None else spec.sections(frames),
+                suppresses=nag > NO_NAG,
             ),
             refinement=refinement,
         )
@@ -320,6 +326,8 @@ class _Placed:
             backends={name: choice.backend for name, choice in choices.items()},
             free_bytes=self.free_bytes,
             chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
+            guided=max(settings.guidance, settings.guidance_2 or 0) > 1,
+            nag=settings.nag,
             step_cache=settings.step_cache,
             long_lived=self.long_lived,
             compiles_when_idle=self.compiles_when_idle,
@@ -404,6 +412,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         gpus=1 if split is None else len(split.devices),
         step_cache=request.step_cache,
         attention=request.attention,
+        nag=settings.nag > NO_NAG,
     )
     choices, planned = choose_engines(request, spec, machine, component_settings, reason, offered, placed.decide)
     return _plan(settings, choices, planned, context.output, (*split_warnings, *offload_warnings))
@@ -440,6 +449,7 @@ def _plan(
         step_cache=settings.step_cache,
         mag_ratios=settings.mag_ratios,
         guidance_cache=request.guidance_cache,
+        nag=settings.nag,
         loras=spec.loras,
         crf=default_crf(settings.width, settings.height) if request.crf == AUTO else int(request.crf),
         image=spec.image,
@@ -554,6 +564,7 @@ def _components(
                 *_video_reason(name, settings, inputs.request, spec),
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
                 *_guidance_cache_reason(name, settings, inputs.request),
+                *_nag_reason(name, settings),
                 *placement.reasons(split, name),
             ),
             engines=choices[name].engines,
@@ -694,6 +705,15 @@ def _guidance_cache_reason(component: str, settings: _Settings, request: Generat
     if request.guidance_cache == OFF or scales.get(component, 0) <= 1:
         return ()
     return (Fact("planner.guidance_cached", {"strength": float(request.guidance_cache)}),)
+
+
+def _nag_reason(component: str, settings: _Settings) -> tuple[Fact, ...]:
+    """Return that a transformer's attention to the text is guided; nothing if it is not, or its steps have guidance."""
+    scales = {"transformer": settings.guidance, "transformer_2": settings.guidance_2}
+    scale = scales.get(component)
+    if settings.nag == NO_NAG or scale is None or scale > 1:
+        return ()
+    return (Fact("planner.nag", {"scale": settings.nag}),)
 
 
 def _guidance(request: GenerationRequest, spec: ModelSpec) -> tuple[float, float | None, float | None]:

@@ -14,7 +14,16 @@ import gradio as gr
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import NO_BORDERS
-from runtime.core.request import COMPONENTS, CONTROL_FIELDS, CONTROL_OPTIONS, FIELDS, FINISHERS, OFF, GenerationRequest
+from runtime.core.request import (
+    COMPONENTS,
+    CONTROL_FIELDS,
+    CONTROL_OPTIONS,
+    FIELDS,
+    FINISHERS,
+    NO_NAG,
+    OFF,
+    GenerationRequest,
+)
 from runtime.core.request_fields import AUTO, Number, VideoFile
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
@@ -55,7 +64,7 @@ BASIC_NAMES = (*BASIC, SIZE_FROM)
 # The controls that a change of model sets to its defaults.
 FOLLOWING_MODEL = (
     "prompt", "width", "height", "frames", "fps",
-    "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "shift",
+    "negative_prompt", "steps", "guidance_scale", "guidance_scale_2", "nag", "shift",
 )  # fmt: skip
 # The other elements that depend on the model.
 OTHERS = ("card", "images", "sizes", "lengths")
@@ -278,6 +287,7 @@ def model_values(
         "steps": {"value": defaults.steps},
         "guidance_scale": {"value": guidance["guidance_scale"], "info": guidance_info},
         "guidance_scale_2": {"value": guidance["guidance_scale_2"], "visible": "guidance_scale_2" not in lacking},
+        "nag": {"value": NO_NAG, "visible": "nag" not in lacking},
         "stages": {"visible": "stages" not in lacking},
         "shift": {"value": "", "info": f"{FIELDS['shift'].help} Empty: the model's own{_own_shift(spec)}."},
     }

@@ -13,7 +13,7 @@ from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import NO_BORDERS
 from runtime.core.messages.components import TITLES
-from runtime.core.request import BACKENDS, CONTROL_SCALE, FIELDS, OFF, OVERLAP, STRENGTH
+from runtime.core.request import BACKENDS, CONTROL_SCALE, FIELDS, NO_NAG, OFF, OVERLAP, STRENGTH
 from runtime.core.request_fields import AUTO, Choice, ImageFiles, Loras, Scales, StepCache
 from runtime.core.units import byte_size, counted
 from runtime.pipeline.files import COMPUTE_FIELDS
@@ -40,7 +40,7 @@ AGES = (7, 30, 90, 365)
 _DEFAULTS_OF_NEWER: Mapping[str, Any] = {
     "upscaler": AUTO, "strength": STRENGTH, "stages": "1", "references": (), "control_scale": CONTROL_SCALE,
     "preprocess": OFF, "control_start": 0.0, "overlap": OVERLAP, "keyframes": (), "keyframe_seconds": (),
-    "outpaint": NO_BORDERS, "extend_frames": AUTO,
+    "outpaint": NO_BORDERS, "extend_frames": AUTO, "nag": NO_NAG,
 }  # fmt: skip
 _ENDED: tuple[State, ...] = ("done", *RESUMABLE)
 _PAGE = 48

@@ -27,7 +27,7 @@ from runtime.core.events import (
 from runtime.core.facts import Fact, capitalized, first_words, lowered
 from runtime.core.plan import BACKEND_TITLES, INTERPOLATOR_TITLES, ExecutionPlan
 from runtime.core.progress import OF_FRAMES, Progress
-from runtime.core.request import FIELDS, LOSSLESS, OFF, STAGES
+from runtime.core.request import FIELDS, LOSSLESS, NO_NAG, OFF, STAGES
 from runtime.core.step_cache import NONE
 from runtime.core.units import counted, memory_size
 from runtime.queue.job_queue import JobQueue
@@ -592,6 +592,7 @@ def _extras(request: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [] if step_cache == NONE else [("Step cache", str(step_cache))]
     guidance_cache = request.get("guidance_cache", OFF)
     rows += [] if guidance_cache == OFF else [("Guidance cache", str(guidance_cache))]
+    rows += [] if request.get("nag", NO_NAG) == NO_NAG else [("Negative attention", f"{request['nag']:g}")]
     rows += [("Stages", STAGES["2"])] if request.get("stages") == "2" else []
     rows += [("Strength", f"{request['strength']:g}")] if request.get("video") else []
     shift = request.get("shift")

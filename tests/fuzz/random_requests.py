@@ -50,6 +50,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "steps": (1, st.sampled_from([1, 2, 0, 1001, 10**40]) | SCALAR.filter(lambda value: value not in range(3, 1001))),
     "guidance_scale": (1.0, st.sampled_from([1.0, 3.0, "auto", -1, 101]) | JSON),
     "guidance_scale_2": (1.0, st.sampled_from([1.0, 3.0, "auto"]) | JSON),
+    "nag": (1, st.sampled_from([1, 1.0, 11, "auto", 0.5, 101, "11"]) | JSON),
     "seed": (7, st.sampled_from([7, "auto", -1]) | JSON),
     "crf": ("auto", st.sampled_from([0, 17, 51, 52, -1, "auto"]) | JSON),
     "backends": (None, st.sampled_from(BACKENDS) | JSON),

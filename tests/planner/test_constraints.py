@@ -92,6 +92,7 @@ EXCLUDED: list[tuple[str, str, dict[str, Any], Machine]] = [
         {"step_cache": "first-block:0.2", "backend": "pytorch", "offload": "group"},
         H200,
     ),
+    ("planner.nag_on_engine", "nag", {"nag": True, "backend": "inductor"}, H200),
     ("planner.attention_on_engine", "attention", {"attention": "flash4", "backend": "inductor"}, H200),
     ("planner.sequential_in_blocks", "offload", {"in_blocks": True, "offload": "sequential"}, H200),
     *(

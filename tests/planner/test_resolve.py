@@ -186,7 +186,8 @@ def test_too_little_ram_is_refused(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("asked", "codes"),
     [
-        ({"negative_prompt": "blur", "guidance_scale": 1.0}, ["planner.negative_unused"]),
+        ({"negative_prompt": "blur", "guidance_scale": 1.0}, ["planner.negative_needs_nag"]),
+        ({"negative_prompt": "blur", "guidance_scale": 1.0, "nag": 11}, []),
         ({"negative_prompt": "blur", "guidance_scale": 1.0, "guidance_scale_2": 3.0}, []),
         ({"negative_prompt": "", "guidance_scale": 1.0}, []),
         ({"negative_prompt": "blur"}, []),
@@ -196,8 +197,8 @@ def test_too_little_ram_is_refused(tiny: Tiny) -> None:
     ],
 )
 def test_settings_without_effect_are_warnings(asked: dict[str, Any], codes: list[str], tiny: Tiny) -> None:
-    unused = [fact.code for fact in plan(tiny("wan2.2-a14b"), **asked).warnings if fact.code.endswith("_unused")]
-    assert unused == codes
+    warnings = plan(tiny("wan2.2-a14b"), **asked).warnings
+    assert [fact.code for fact in warnings if fact.code.endswith(("_unused", "_nag"))] == codes
 
 
 def test_unusual_sizes_are_warnings(tiny: Tiny) -> None:

@@ -92,7 +92,7 @@ TENSORRT = {"backends": {"all": "tensorrt"}}
 INDUCTOR = {"backends": {"all": "inductor"}}
 ONNX = {"backends": {"all": "onnxruntime"}}
 PYTORCH = {"backends": {"all": "pytorch"}}
-CACHE = {"step_cache": "first-block"}
+CACHE, NAG = {"step_cache": "first-block"}, {"nag": 11, "guidance_scale": 1.0}
 IN_8_BITS = {"quantization": "bnb-8bit"}
 IN_FULL = {"vae_precision": "float32"}
 IN_BFLOAT16, IN_FLOAT16 = {"vae_precision": "bfloat16"}, {"vae_precision": "float16"}
@@ -236,6 +236,11 @@ ROWS = [
     Row(H200, A14B, CACHE | {"offload": "model"}, "PPPP", "planner.step_cached", {"offload": "model"}),
     Row(H200, A14B, CACHE | {"quantization": "fp8"}, "PPPP", "planner.step_cached", {"quantization": "fp8"}),
     Row(TWELVE_96, A14B, CACHE, MachineError, fact("planner.memory_short", where="video memory")),
+    # So does a negative prompt without guidance, also between engines of parts of blocks.
+    Row(CPU_16, SHIPPED, NAG | {"build": "missing"}, "OPPO", "planner.nag_on_engine"),
+    Row(H200, A14B, NAG | TENSORRT, "TTTT", "planner.nag"),
+    Row(H200, A14B, NAG | INDUCTOR, INVALID, "planner.nag_on_engine"),
+    Row(H200, A14B, NAG | {"quantization": "fp8", "offload": "model"}, "PPPP", "planner.nag"),
     # The VAE's precision in PyTorch: with the transformers where they run in bfloat16, else float32.
     Row(
         H200,

@@ -30,6 +30,7 @@ GOOD: dict[str, Any] = {
     "steps": 4,
     "guidance_scale": 4.0,
     "guidance_scale_2": 3.0,
+    "nag": 1,
     "seed": "",
     "crf": "",
     "shift": "",

@@ -52,6 +52,11 @@ _RULES: Mapping[str, Message] = {
         "Use {set[quantization=fp8]}.",
         "FP8 was not requested",
     ),
+    "planner.nag_on_engine": Message(
+        "{set[nag]} excludes {backend:backend} for the {component:lower_component}: an engine attends to one text.",
+        "Use {set[nag=1]}, or {in_pytorch:setting}.",
+        "{set[nag]} excludes {backend:backend}",
+    ),
     "planner.step_cache_on_engine": Message(
         "A step cache excludes {backend:backend} for the {component:lower_component}: an engine computes all of its "
         "blocks.",
@@ -373,6 +378,14 @@ _REASONS: Mapping[str, Message] = {
         "A guidance pass that differs from the one with the prompt by at most {strength:g} of its size is left out in "
         "the next step, as requested."
     ),
+    "planner.nag": Message(
+        "Attention to the text is guided away from the negative prompt, with scale {scale:g}, as requested."
+    ),
+    "planner.nag_with_guidance": Message(
+        "{set[nag]} is for steps without guidance, and {model} has guidance {guidance:g} here, which uses the negative "
+        "prompt.",
+        "Use {set[nag=1]}, or {set[guidance_scale=1]}.",
+    ),
     "planner.no_guidance_to_cache": Message(
         "{model} runs without guidance here, so there is no second pass to leave out.",
         "Use {set[guidance_cache=off]}, or a guidance scale above 1.",
@@ -461,6 +474,9 @@ _WARNINGS: Mapping[str, Message] = {
         "The weights of {model} are not downloaded; the plan assumes that they are."
     ),
     "planner.negative_unused": Message("{set[negative_prompt]} has no effect with guidance 1."),
+    "planner.negative_needs_nag": Message(
+        "{set[negative_prompt]} has no effect with guidance 1. {set[nag=11]} uses it in the same number of passes."
+    ),
     "planner.sound_unused": Message("{set[sound=lossless]} has no effect: {model} makes no sound."),
     "planner.makes_no_sound": Message("{model} makes no sound."),
     "planner.upscaler_unused": Message("{set[upscaler]} has no effect without {set[upscale]}."),

@@ -31,7 +31,7 @@ def shared_speed(speed: Speed, name: str) -> Speed:
     """Return the options of a plan's `Speed` that apply on several GPUs: no paired passes."""
     if name == "vae":
         return Speed(compiled=speed.compiled, channels_last=speed.channels_last)
-    fields = ("attention", "sparse_tau", "compiled", "text_kept", "graphed", "fused")
+    fields = ("attention", "sparse_tau", "nag", "compiled", "text_kept", "graphed", "fused")
     return Speed(**{field: getattr(speed, field) for field in fields})
 
 

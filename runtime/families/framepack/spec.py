@@ -21,7 +21,7 @@ from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, Defaults, ImageInput
 from runtime.models.vae_groups import GROUP_PROGRAMS, IMAGE_PROGRAM
 
 # Checkpoints within a section are saved after any step, where a step cache would be lost.
-_UNSUPPORTED = frozenset({"step_cache", "guidance_cache"})
+_UNSUPPORTED = frozenset({"step_cache", "guidance_cache", *hunyuan_video.UNSUPPORTED})
 # The components in the order they run.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("text_encoder",),

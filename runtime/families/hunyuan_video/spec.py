@@ -32,6 +32,8 @@ CLIP_TOKENS = 77
 # Of `Speed`, the transformer refines the text at every step and takes one text at a time, and the VAE has nothing. One
 # GPU decodes.
 LACKS = frozenset({"text_kept", "paired", "channels_last", "compiled_vae", "strips", ROW_KERNELS})
+# Text and video attend to each other in one attention, of which a negative prompt would need a copy.
+UNSUPPORTED = frozenset({"nag"})
 # Single blocks have a `proj_out` too, so the last projection is named by its parameter, which bitsandbytes does not
 # compare: it quantizes that layer as well.
 UNQUANTIZED = ("context_embedder", "time_text_embed", "norm_out", "proj_out.weight")
@@ -492,5 +494,6 @@ def common_fields(transformer: TransformerSpec) -> dict[str, Any]:
         "programs": _PROGRAMS,
         "block_programs": BLOCK_PROGRAMS,
         "lacks": LACKS,
+        "unsupported": UNSUPPORTED,
         "unquantized": UNQUANTIZED,
     }

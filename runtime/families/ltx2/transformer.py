@@ -35,6 +35,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
 from runtime.execution.attention import Attention, BlockKernels, attention, exact_attention
+from runtime.execution.attention_guidance import attend_text
 from runtime.execution.block_engines import BlockEngines, BoundWeights, parts_of, run_pass
 from runtime.execution.compilation import CompiledStep
 from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, OnDegraded
@@ -62,7 +63,8 @@ from runtime.models.row_operations import (
 )
 from runtime.upstream.diffusers import cache_single_stream
 
-# The text for the video and for the sound, each (1, text tokens, width), or the keys and values of each in a block.
+# The text for the video and for the sound, each (1, text tokens, width), or the keys and values of each in a block; see
+# `Denoiser` for a negative prompt.
 BlockText = tuple[torch.Tensor, torch.Tensor] | tuple[tuple[torch.Tensor, torch.Tensor], ...]
 # `block_step` or a compiled version of it.
 BlockStep = Callable[..., torch.Tensor]
@@ -301,8 +303,12 @@ def _qkv(stream: _Stream, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 def _attend_text(stream: _Stream, x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Return the result of attention to the text, (1, tokens, width), of normed hidden states."""
     attn = stream.text_attn
-    attended = stream.attend_text(_in_heads(attn, _text_query(stream, x)), *text)
-    return _projected(attn, attended.flatten(2), _gate(attn, x))
+    return _projected(attn, _attended_text(stream, _text_query(stream, x), text), _gate(attn, x))
+
+
+def _attended_text(stream: _Stream, query: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return attention to the keys and values of the text, (1, tokens, width), before the gate; see `Denoiser`."""
+    return attend_text(stream.attend_text, _in_heads(stream.text_attn, query), *text, stream.block.nag)
 
 
 def _text_query(stream: _Stream, x: torch.Tensor) -> torch.Tensor:
@@ -499,7 +505,7 @@ class EngineStep:
             inputs = _inputs(x[:, part], attended[:, part], *(gate[:, part] for gate in gates))
             own, query, *text_gates = self._outputs("query", stream, x[:, part])
             self._run("query", here, inputs, weights, (own, query, *text_gates), partial(_part_query, here, **inputs))
-            of_text = stream.attend_text(_in_heads(stream.text_attn, query), *text).flatten(2).contiguous()
+            of_text = _attended_text(stream, query, text).contiguous()
             inputs = _inputs(own, of_text, *text_gates)
             written = tuple(tensor[:, part] for tensor in outputs)
             self._run("cross", here, inputs, weights, written, partial(_part_cross, here, **inputs))
@@ -658,7 +664,8 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, 
     Args:
         module: a `diffusers.LTX2VideoTransformer3DModel`, without hooks at the first call.
         speed: has the kernels of the video's self-attention. Its attention to the text runs on the same one if that is
-            exact; all other attention is "native".
+            exact; all other attention is "native". It also has the scale by which the attention to the text is
+            guided, see `attention_guidance`.
         step: `block_step`, a compiled version of it, or an `EngineStep`.
         wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
     """
@@ -666,12 +673,12 @@ def install(module: Any, speed: Speed = EAGER, step: BlockStep = block_step, *, 
         module.forward = MethodType(_forward, module)
     for layers in _fusible(module):
         unfuse_if_stale(*layers)
-    attend_other, attend_text = attention("native"), exact_attention(speed.attention)
+    native, exact = attention("native"), exact_attention(speed.attention)
     for block in module.transformer_blocks:
         if not hasattr(block, "step"):
             block.forward = MethodType(_block_forward, block)
-        block.attend_text, block.norms_apart = attend_text, False
-        block.attend_other = block.attend_video = attend_other
+        block.attend_text, block.norms_apart, block.nag = exact, False, speed.nag
+        block.attend_other = block.attend_video = native
         # Not the dtype of a block's parameters, which may be quantized.
         block.compute_dtype = module.proj_in.weight.dtype
     _use_step(module, step, wide=wide)

@@ -28,6 +28,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
 from runtime.core.step_cache import NONE
 from runtime.execution.attention import BlockKernels, attention
+from runtime.execution.attention_guidance import attend_text
 from runtime.execution.block_engines import BlockEngines, BoundWeights, parts_of, run_pass
 from runtime.execution.compilation import CompiledStep, OnDegraded
 from runtime.execution.components import PROMPTED
@@ -45,8 +46,8 @@ from runtime.models.row_operations import add_gated, by_token, computed, layer_n
 from runtime.upstream.diffusers import cache_single_stream
 
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
-# (batch, text tokens, heads, head width). With CLIP's embeddings of images: their tokens come first, or their keys and
-# values after those of the text.
+# (batch, text tokens, heads, head width); see `Denoiser` for a negative prompt. With CLIP's embeddings of images: their
+# tokens come first, or their keys and values after those of the text.
 BlockText = torch.Tensor | tuple[torch.Tensor, ...]
 # `block_step`, a compiled version of it, or an `EngineStep`.
 BlockStep = Callable[..., torch.Tensor]
@@ -145,10 +146,12 @@ def _text_query(block: Any, x: torch.Tensor) -> torch.Tensor:
 def _attend_text(block: Any, query: torch.Tensor, text: BlockText) -> torch.Tensor:
     keys, values, *of_image = keys_and_values(block.attn2, text) if isinstance(text, torch.Tensor) else text
     query = query.unflatten(2, (block.attn2.heads, -1))
-    attended: torch.Tensor = block.attend_text(query, keys, values)
+    attended = attend_text(block.attend_text, query, keys, values, block.nag)
     if of_image:
-        attended = attended + block.attend_text(query, *of_image)
-    return attended.flatten(2)
+        # A negative prompt has the same images.
+        images = (tensor[: len(query)] for tensor in of_image)
+        attended = attended + block.attend_text(query, *images).flatten(2)
+    return attended
 
 
 def _add_feed_forward(block: Any, x: torch.Tensor, table: torch.Tensor, first_count: int = 0) -> torch.Tensor:
@@ -270,12 +273,13 @@ def install(
     Args:
         module: a `diffusers.WanTransformer3DModel`, `WanVACETransformer3DModel` or `WanAnimateTransformer3DModel`,
             without hooks at the first call.
-        speed: has the kernels of self-attention; cross-attention to the text is always "native".
+        speed: has the kernels of self-attention; cross-attention to the text is always "native". It also has the scale
+            by which that is guided, see `attention_guidance`.
         step: `block_step`, a compiled version of it, or an `EngineStep`.
         face_step: `animate.face_step` or a compiled version of it.
         wide: whether hidden states are float32 between blocks, whatever the dtype of the weights.
     """
-    attend_text = attention("native")
+    native = attention("native")
     # Not the dtype of a block's parameters, which may be quantized.
     dtype: torch.dtype = module.patch_embedding.weight.dtype
     for blocks, forward in ((module.blocks, _block_forward), (vace.control_blocks(module), vace.control_block_forward)):
@@ -283,11 +287,11 @@ def install(
             unfuse_if_stale(*_projections(block.attn1))
             if not hasattr(block, "step"):
                 block.forward = MethodType(forward, block)
-            block.attend_text, block.compute_dtype = attend_text, dtype
+            block.attend_text, block.compute_dtype, block.nag = native, dtype, speed.nag
     for block in animate.face_blocks(module):
         if not hasattr(block, "step"):
             block.forward = MethodType(animate.face_forward, block)
-        block.attend_text, block.step = attend_text, face_step
+        block.attend_text, block.step = native, face_step
     module.kernels = BlockKernels(speed)
     module.kernels.choose(vace.in_order(module))
     _use_step(module, step, wide=wide)

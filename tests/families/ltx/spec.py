@@ -140,7 +140,7 @@ class LtxFamily(Family):
                     "vae": ("vae_clip",),
                 },
                 noise=noise_levels(scheduler),
-                unsupported=frozenset({"gpus", "step_cache"}),
+                unsupported=frozenset({"gpus", "step_cache", "nag"}),
                 **sidecar,
             )
 
