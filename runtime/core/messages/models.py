@@ -205,8 +205,8 @@ _FILES: Mapping[str, Message] = {
     ),
     "model.format_unknown": Message(
         "{file} stores {tensor} as {dtype}, in a format that cannot be read.",
-        "Use BF16, FP16, fp8_scaled, fp8_e4m3fn, GGUF (Q2_K to Q8_0), ModelOpt's FP8 or NVFP4, or ComfyUI's NVFP4, MXFP8, "
-        "INT8 or W4A8.",
+        "Use BF16, FP16, fp8_scaled, fp8_e4m3fn, GGUF (Q2_K to Q8_0), ModelOpt's FP8 or NVFP4, or ComfyUI's NVFP4, "
+        "MXFP8, INT8 or W4A8.",
     ),
     "model.format_not_stated": Message("{file} does not state the format of {tensor} as ComfyUI does.", _AGAIN),
     "model.file_tensor_missing": Message("{file} lacks {tensor}.", _AGAIN),
