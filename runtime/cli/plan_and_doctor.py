@@ -27,7 +27,7 @@ from runtime.pipeline.files import output_path
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 
-_STAGES = ("encode", "denoise", "decode", *FINISHING)
+_STAGES = ("encode", "denoise", "decode", *FINISHING, "mux")
 _TENTHS_BELOW = 10
 
 

@@ -85,6 +85,12 @@ _KERNEL_TRAFFIC = 0.18
 # The share of a decoder of 256 channels in its last level; it shrinks with that number.
 _DECODE_SHARE = {"float32": 0.204, "float16": 0.318, "bfloat16": 0.318}
 _DECODE_CHANNELS, _DECODE_POWER = 256, 0.71
+# What is left of that where diffusers' module decodes a clip in one call: LTX-2's took about 0.9 s for 121 frames of
+# 768×512 on an H200.
+_DECODE_CLIP = 0.35
+# Pixels per second of an MP4 that is written after such a call, instead of beside decoding: of these frames, whose
+# encoding took 1.4 to 1.8 s there, with 32 cores.
+_SAVED_PIXELS = 30e6
 _TEXT_SHARE = 0.2
 # GPUs without bfloat16 have no TF32 either: float32 runs outside the tensor cores.
 _TF32_CAPABILITY = (8, 0)
@@ -97,6 +103,7 @@ _KNOWN_GPU = (0.75, 1.6)
 _OTHER_GPU = (0.3, 2.5)
 _CPU = (0.6, 2.5)
 _ENGINE = (0.8, 1.3)
+_SAVING = (0.5, 3.0)
 # The least seconds of a component's engine that was never measured, as factors of uncompiled PyTorch's. Measured were
 # 0.21 and more for the shipped model on an H200, where starting kernels takes longer than running them, 0.31 and more
 # on CPUs (docs/tested.md), and 0.93 and more for large components (bench/h200.md), which is more against transformers
@@ -245,11 +252,19 @@ def memory(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> tu
 
 
 def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> dict[str, Seconds]:
-    """Return the latency of each stage, their "total", and "load", which the total excludes."""
+    """Return the latency of each stage, their "total", and "load", which the total excludes.
+
+    There is also "mux", as in the timings of a video, if all frames are decoded before the first one is written.
+    """
     by_stage = dict.fromkeys(("encode", "denoise", "decode"), Seconds(0, 0, 0, measured=True))
     for name in inputs.workload.spec.component_names:
         by_stage[memory_model.stage_of(name)] += component_seconds(inputs, strategy, name, speed)
     total = by_stage["encode"] + by_stage["denoise"] + by_stage["decode"]
+    if _decodes_whole_clips(inputs.workload.spec):
+        # It rests on no measurement here, but is a small part: the total has the basis of the others.
+        saving = _saving_seconds(inputs.workload)
+        by_stage["mux"] = saving
+        total += replace(saving, measured=total.measured, inferred=total.inferred)
     return by_stage | {"total": total, "load": load_seconds(inputs.workload)}
 
 
@@ -456,9 +471,21 @@ def decode_seconds(spec: ModelSpec, operations: float, dtype: str, device: str, 
     return Seconds(likely, low * likely, high * likely)
 
 
+def _decodes_whole_clips(spec: ModelSpec) -> bool:
+    return "chunks" in spec.lacks
+
+
+def _saving_seconds(workload: Workload) -> Seconds:
+    """Estimate encoding the frames of a clip as an MP4."""
+    frames = (workload.decoded - 1) * workload.spec.vae.scale_factor_temporal + 1
+    likely = frames * workload.height * workload.width / _SAVED_PIXELS
+    return Seconds(likely, _SAVING[0] * likely, _SAVING[1] * likely)
+
+
 def _decoder_share(spec: ModelSpec, dtype: str, slower: float) -> float:
     """Return the share of a GPU's rate that a decoder reaches; `slower` as from `_rates`."""
     share: float = _DECODE_SHARE[dtype] * min((spec.vae.last_channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
+    share *= _DECODE_CLIP if _decodes_whole_clips(spec) else 1.0
     return share * (2 * slower if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] else 1.0)
 
 

@@ -251,8 +251,8 @@ def sound_vae_parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
             shapes |= _layer(f"{name}.downsample.conv", (width, width, 3, 3))
     out = (2 if config.get("double_z", True) else 1) * latents
     for side, last, first in (("encoder", out, widths[-1]), ("decoder", config["output_channels"], widths[0])):
-        for block in ("block_1", "block_2"):
-            shapes |= _sound_block(f"{side}.mid.{block}", widths[-1], widths[-1])
+        for part in ("block_1", "block_2"):
+            shapes |= _sound_block(f"{side}.mid.{part}", widths[-1], widths[-1])
         shapes |= _conv(f"{side}.conv_out", last, first, kernel=(3, 3))
     shapes |= _conv("decoder.conv_in", widths[-1], latents, kernel=(3, 3))
     for level, width in enumerate(widths):

@@ -16,6 +16,7 @@ from runtime.core.plan import ComponentPlan
 from runtime.execution.streams import Streams
 from runtime.families.ltx2 import file_names
 from runtime.families.ltx2.components import denoiser
+from runtime.families.ltx2.spec import FAMILY
 from runtime.models.catalogue import find, look_up
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.registry import published_models
@@ -23,7 +24,7 @@ from runtime.models.single_file import reassemble
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_scheduler
 from tests.families.conftest import Command
-from tests.families.ltx2.published_files import PREFIX, own_names, save_combined
+from tests.families.ltx2.published_files import PARTS, PREFIX, own_names, part_names, save_combined
 from tests.tiny_models import LTX2_ARCHITECTURES, LTX2_DISTILLED
 from tests.transformer_files import State, save_fp8_scaled, save_gguf
 
@@ -165,9 +166,14 @@ def test_published_files_are_named_by_their_models(tmp_path: Path) -> None:
         "ltx-2.3": "ltx-2.3-22b-dev",
         "ltx-2.3-distilled": "ltx-2.3-22b-distilled",
     }.items():
-        config = PUBLISHED[name].configs["transformer"]
+        configs = PUBLISHED[name].configs
+        shapes = dict(file_names.parameters(configs["transformer"]))
+        for part in PARTS:
+            expected = FAMILY.part_files[part].parameters(configs[part]).items()
+            named = part_names(part, {key: torch.empty(shape, device="meta") for key, shape in expected})
+            shapes |= {key: tuple(tensor.shape) for key, tensor in named.items()}
         header, start = {}, 0
-        for key, shape in file_names.parameters(config):
+        for key, shape in shapes.items():
             size = 2 * torch.Size(shape).numel()
             header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, start + size]}
             start += size
@@ -179,6 +185,11 @@ def test_published_files_are_named_by_their_models(tmp_path: Path) -> None:
         spec = look_up(file, tmp_path)
         assert (spec.title, spec.is_downloaded) == (f"{PUBLISHED[name].title}, BF16", False)
         assert spec.transformer == look_up(name, tmp_path).transformer
+        assert {part: spec.files[part].config for part in spec.files} == {part: configs[part] for part in spec.files}
+        with pytest.raises(ModelError) as caught:
+            find(file, tmp_path)
+        assert caught.value.code == "model.components_not_downloaded"
+        assert caught.value.data["missing"] == ["text_encoder", "tokenizer", "scheduler"]
         path.unlink()
 
 
