@@ -249,8 +249,7 @@ class JobQueue:
         """
         if changes:
             request = GenerationRequest.from_mapping({**self.store.get(job_id).request, **changes})
-            plan = self.plan(request)
-            self.store.resume(job_id, (request, plan))
+            self.store.resume(job_id, self._planned(request))
         else:
             self.store.resume(job_id)
         job = self._job_of(self.store.get(job_id))
