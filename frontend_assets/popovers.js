@@ -37,6 +37,7 @@
         chipOf(popover).setAttribute("aria-expanded", String(newState === "open"));
       });
       around.observe(popover);
+      if (popover.id === "pop-prompts") chipOf(popover).hidden = false;  // its chip shows no choice
     }
   };
   tandem.openPopover = (node) => {

@@ -6,6 +6,7 @@ from pathlib import Path
 from runtime.cli.conversion import read_path
 from runtime.cli.flags import Flags, request_from_flags
 from runtime.core.batches import Changes, grid_of, read_axis
+from runtime.core.environment import program
 from runtime.core.errors import InvalidRequestError
 from runtime.core.request import GenerationRequest
 
@@ -33,7 +34,8 @@ def requests_of(
     """
     axes = [read_axis(text) for text in grid]
     if prompts is None and "prompt" not in flags:
-        raise InvalidRequestError("prompt", "request.prompt_empty")
+        problem = "Missing argument 'PROMPT'."
+        raise InvalidRequestError("prompt", "cli.usage", problem=problem, help=f"{program()} generate --help")
     if prompts is None and images_of is None and not axes:
         return None
     if out is not None:

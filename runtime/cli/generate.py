@@ -130,6 +130,8 @@ def generate_all(requests: Sequence[GenerationRequest], *, confirmed: bool, as_j
         store = JobStore(None, problem=error.fact)
         jobs = store.add_all(plans, held=True)
     by_job = {job.id: (spec, plan) for job, (_, spec, plan) in zip(jobs, planned, strict=True)}
+    for job in jobs:
+        queue_missing_engines(store, job, by_job[job.id][1], by_job[job.id][0], environment.engines.store)
     return _run_all(environment, store, jobs, lambda work: by_job[work.record.id], as_json=as_json)
 
 
@@ -163,6 +165,8 @@ def resume_batch(id_prefix: str, *, as_json: bool) -> int:
     missing = [member for member in members if member.resumable or (member.state == "queued" and member.held)]
     if not missing:
         raise StoreError("queue.batch_done", job=job.id)
+    for member in missing:
+        _check_resumed(member, None, environment.settings.outputs_dir)
     replanner = JobReplanner(environment.settings.weights_dir, environment.engines, environment.history)
 
     def plan(work: Work) -> tuple[ModelSpec, ExecutionPlan]:
@@ -185,7 +189,11 @@ def _run_all(
     with Instance(store.path) as instance, _Loaded(environment) as loaded:
         for number, job in enumerate(jobs, 1):
             terminal.line(f"Video {number} of {len(jobs)}: {cut(job.prompt, _PROMPT_SHOWN)}")
-            record = store.start(job.id, instance.id)
+            try:
+                record = store.start(job.id, instance.id)
+            except StoreError as error:  # it was started or deleted elsewhere
+                terminal.warning(str(error.fact))
+                continue
             outcome, components = _make(environment, store, record, plan, loaded, hint)
             ended = _report_end(outcome, components, hint, job_id=job.id, as_json=False)
             code = code or ended

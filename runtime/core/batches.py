@@ -1,7 +1,7 @@
 """Batches: one request with several values of some fields, each combination a video."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any, Final
 
@@ -66,7 +66,10 @@ def axes_of(grid: object) -> list[list[Changes]]:
 
 
 def grid_of(
-    request: GenerationRequest, axes: Sequence[Sequence[Changes]], lists: Sequence[Sequence[Changes]] = ()
+    request: GenerationRequest,
+    axes: Sequence[Sequence[Changes]],
+    lists: Sequence[Sequence[Changes]] = (),
+    make: Callable[[Changes], GenerationRequest] | None = None,
 ) -> list[GenerationRequest]:
     """Return the request with every combination of values of some axes; the last axis varies first.
 
@@ -74,6 +77,7 @@ def grid_of(
 
     Args:
         lists: further changes, which come before the axes: prompts and images.
+        make: returns the request with changes; by default, validates fields as `GenerationRequest` does.
 
     Raises:
         InvalidRequestError: for axes of the same field, too many axes, an invalid value, or too many videos.
@@ -84,13 +88,16 @@ def grid_of(
     repeated = next((field for field in fields if fields.count(field) > 1), None)
     if repeated is not None:
         raise InvalidRequestError("grid", "request.grid_repeated", field=repeated)
-    if axes and "seed" not in fields and request.seed == AUTO:
-        request = request.replace(seed=random_seed())
-    return combinations(request, [*lists, *axes], "grid")
+    one_seed = axes and "seed" not in fields and request.seed == AUTO
+    seeds = [[{"seed": random_seed()}]] if one_seed else []
+    return combinations(request, [*seeds, *lists, *axes], "grid", make)
 
 
 def combinations(
-    request: GenerationRequest, axes: Iterable[Sequence[Changes]], field: str = "prompt"
+    request: GenerationRequest,
+    axes: Iterable[Sequence[Changes]],
+    field: str = "prompt",
+    make: Callable[[Changes], GenerationRequest] | None = None,
 ) -> list[GenerationRequest]:
     """Return the request with every combination of changes, one of each axis; the last axis varies first.
 
@@ -98,6 +105,7 @@ def combinations(
 
     Args:
         field: the one to name if there are too many videos.
+        make: see `grid_of`.
 
     Raises:
         InvalidRequestError: for an invalid value, or more than `MOST_VIDEOS`.
@@ -111,7 +119,8 @@ def combinations(
     made = []
     for changes in product(*axes):
         merged = {name: value for change in changes for name, value in change.items()}
-        made.append(request.replace(**({"template": None} if "prompt" in merged else {}), **merged))
+        merged |= {"template": None} if "prompt" in merged else {}
+        made.append(request.replace(**merged) if make is None else make(merged))
     return made
 
 

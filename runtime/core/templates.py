@@ -17,9 +17,9 @@ from itertools import pairwise
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
 
-# A list that names itself is found at this depth, and a text that doubles with each list at this length.
+# A list that names itself is found at this depth, and one that doubles with each line at this number of choices.
 _DEEPEST = 20
-_LONGEST = 20_000
+_MOST_CHOICES = 5_000
 _LIST = re.compile(r"__([^\W_](?:[\w/-]{0,100}?[^\W_])?)__(?!_)")
 _COUNT = re.compile(r"\s*([0-9]{1,3})\$\$")
 _ESCAPES = ("\\{", "\\}", "\\__")
@@ -57,9 +57,11 @@ class _Expansion:
     def __init__(self, generator: random.Random, lines: Lines) -> None:
         self._generator = generator
         self._lines = lines
+        self._choices = 0
 
     def text(self, template: str, depth: int) -> str:
-        if depth > _DEEPEST or len(template) > _LONGEST:
+        self._choices += 1
+        if depth > _DEEPEST or self._choices > _MOST_CHOICES:
             raise InvalidRequestError("prompt", "request.template_too_deep", part=shortened(template), most=_DEEPEST)
         parts, at = list[str](), 0
         options = _options(template)

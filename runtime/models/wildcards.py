@@ -11,10 +11,13 @@ FOLDER = "wildcards"
 _MAX_BYTES = 4 << 20
 
 
-def with_prompt(request: GenerationRequest, cache_dir: Path) -> GenerationRequest:
+def with_prompt(request: GenerationRequest, cache_dir: Path | None) -> GenerationRequest:
     """Return a request whose template has become its prompt, with the seed that chose it; others are unchanged.
 
     A request that has a `template` already keeps its prompt.
+
+    Args:
+        cache_dir: with the lists; `None` has none.
 
     Raises:
         InvalidRequestError: for a list that cannot be read, see `core.templates.expanded`, or a prompt that is not
@@ -23,19 +26,20 @@ def with_prompt(request: GenerationRequest, cache_dir: Path) -> GenerationReques
     if request.template is not None or not is_template(request.prompt):
         return request
     seed = random_seed() if request.seed == AUTO else request.seed
-    prompt = expanded(request.prompt, seed, lambda name: _lines(cache_dir / FOLDER, name))
+    prompt = expanded(request.prompt, seed, lambda name: _lines(cache_dir, name))
     return request.replace(prompt=prompt, template=request.prompt, seed=seed)
 
 
-def _lines(folder: Path, name: str) -> list[str]:
+def _lines(cache_dir: Path | None, name: str) -> list[str]:
     """Return the entries of a list; lines that are empty or start with # are none.
 
     Args:
         name: without dots, as `core.templates` reads it, so that the file is inside the folder.
     """
-    path = folder / f"{name}.txt"
     try:
-        with path.open("rb") as file:
+        if cache_dir is None:
+            raise FileNotFoundError
+        with (cache_dir / FOLDER / f"{name}.txt").open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except FileNotFoundError as error:

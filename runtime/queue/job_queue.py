@@ -31,7 +31,7 @@ from runtime.queue import recovery, storage
 from runtime.queue.changes import Changes
 from runtime.queue.instances import Instance, WorkerRegistry
 from runtime.queue.records import KINDS, VIDEOS, Ahead, BuildEngines, JobRecord, Work
-from runtime.queue.store import JobStore, Submission
+from runtime.queue.store import Admit, JobStore, Submission
 from runtime.queue.supervisor import Supervisor
 from runtime.queue.views import Job, Task
 from runtime.queue.worker import WorkerConfig, memory_for_new_job
@@ -182,7 +182,7 @@ class JobQueue:
         request: GenerationRequest,
         owner: str | None,
         check: Callable[[ExecutionPlan], None],
-        admit: Callable[[int, Sequence[float]], None],
+        admit: Admit,
         submission: Submission | None = None,
     ) -> JobRecord:
         """Plan a request and queue it, unless its submission was queued before; return its job.
@@ -203,18 +203,31 @@ class JobQueue:
         return self.store.add_once(request, plan, owner=owner, admit=admit, submission=submission)
 
     def submit_all(
-        self, requests: Sequence[GenerationRequest], owner: str | None = None, *, held: bool = False
+        self,
+        requests: Sequence[GenerationRequest],
+        owner: str | None = None,
+        *,
+        held: bool = False,
+        check: Callable[[ExecutionPlan], None] | None = None,
+        admit: Admit | None = None,
     ) -> list[JobRecord]:
         """Plan requests and queue them in order; several are one batch.
 
         Args:
             held: whether they are paused.
+            check: see `submit_once`, of each plan.
+            admit: see `JobStore.add_all`.
 
         Raises:
             TandemError: if one of them cannot be planned; nothing is queued then.
         """
         make_folder(self._outputs_dir)
-        return self.store.add_all([self._planned(request) for request in requests], owner=owner, held=held)
+        planned = []
+        for request in requests:
+            planned.append(self._planned(request))
+            if check is not None:
+                check(planned[-1][1])
+        return self.store.add_all(planned, owner=owner, held=held, admit=admit)
 
     def edit(self, job_id: str, request: GenerationRequest) -> Job:
         """Change the request of a queued job; it keeps its place.
@@ -239,8 +252,7 @@ class JobQueue:
         """
         if changes:
             request = GenerationRequest.from_mapping({**self.store.get(job_id).request, **changes})
-            plan = self.plan(request)
-            self.store.resume(job_id, (request, plan))
+            self.store.resume(job_id, self._planned(request))
         else:
             self.store.resume(job_id)
         job = self._job_of(self.store.get(job_id))

@@ -100,6 +100,10 @@ class Controls(NamedTuple):
 Seen = tuple[State, bool, Control, str | None]
 
 
+# Raises an error if an owner may not add another video, see `JobStore.add_once`.
+Admit = Callable[[int, Sequence[float]], None]
+
+
 class Ended(NamedTuple):
     """An ended video: its id, owner, the time in seconds since 1970, and its MP4 if it was completed."""
 
@@ -224,14 +228,18 @@ class JobStore:
         *,
         owner: str | None = None,
         held: bool = False,
+        admit: Admit | None = None,
     ) -> list[JobRecord]:
         """Add videos to the end of the queue, all or none; several are one batch.
 
         Args:
             held: whether they are paused.
+            admit: see `add_once`; it is asked about the last video as if the others were queued.
         """
         batch = secrets.token_hex(4) if len(planned) > 1 else None
         with self.database.writing() as connection:
+            if admit is not None:
+                _check_admitted(connection, owner, admit, len(planned))
             return [
                 _insert(
                     connection, "video", {**_video(*video, owner), "owner": owner, "batch": batch, "held": int(held)}
@@ -245,7 +253,7 @@ class JobStore:
         plan: ExecutionPlan,
         *,
         owner: str | None,
-        admit: Callable[[int, Sequence[float]], None],
+        admit: Admit,
         submission: Submission | None = None,
     ) -> JobRecord:
         """Add a video to the end of the queue, unless it was added before.
@@ -262,14 +270,7 @@ class JobStore:
             record = None if submission is None else _submitted(connection, owner, submission)
             if record is not None:
                 return record
-            source = "FROM jobs WHERE kind = 'video' AND owner IS ?"
-            query = f"SELECT count(*) {source} AND state IN ('queued', 'running')"
-            (count,) = connection.execute(query, (owner,)).fetchone()
-            # Those of the future were added before the clock was set back.
-            now = time.time()
-            query = f"SELECT created {source} AND created > ? AND created <= ? ORDER BY created"
-            times = connection.execute(query, (owner, now - _HOUR_SECONDS, now))
-            admit(int(count), [row["created"] for row in times])
+            _check_admitted(connection, owner, admit)
             job = _insert(connection, "video", {**_video(request, plan, owner), "owner": owner})
             if submission is not None:
                 connection.execute(
@@ -790,6 +791,19 @@ def _submitted(connection: sqlite3.Connection, owner: str | None, submission: Su
     if job.deleted is not None:
         raise StoreError("queue.submission_deleted")
     return job
+
+
+def _check_admitted(connection: sqlite3.Connection, owner: str | None, admit: Admit, videos: int = 1) -> None:
+    """Ask whether an owner may add another video after `videos` - 1 others; see `JobStore.add_once`."""
+    source = "FROM jobs WHERE kind = 'video' AND owner IS ?"
+    query = f"SELECT count(*) {source} AND state IN ('queued', 'running')"
+    (count,) = connection.execute(query, (owner,)).fetchone()
+    # Those of the future were added before the clock was set back.
+    now = time.time()
+    query = f"SELECT created {source} AND created > ? AND created <= ? ORDER BY created"
+    times = [row["created"] for row in connection.execute(query, (owner, now - _HOUR_SECONDS, now))]
+    others = videos - 1
+    admit(int(count) + others, [*times, *[now] * others])
 
 
 def _video(request: GenerationRequest, plan: ExecutionPlan, owner: str | None) -> dict[str, str | float]:

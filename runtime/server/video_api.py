@@ -2,6 +2,9 @@
 
     POST   /v1/videos                create a video: JSON, or a form with an image
     POST   /v1/videos/plan           what a video would take, from the same body
+    POST   /v1/videos/batch          several videos: the same body with a grid
+    GET    /v1/videos/batch/{id}     the videos of a batch
+    GET    /v1/videos/batch/{id}/sheet   its contact sheet
     GET    /v1/videos                the caller's videos, in pages
     GET    /v1/videos/{id}           one video
     GET    /v1/videos/{id}/content   its MP4, a still image, or while it is made a clip of what is finished
@@ -47,6 +50,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime import __version__
+from runtime.core.batches import Changes, axes_of, grid_of
 from runtime.core.errors import InvalidRequestError, LimitError, StoreError, TandemError
 from runtime.core.facts import Fact, shortened
 from runtime.core.images import PREFIX, InputFile, field_of
@@ -62,6 +66,7 @@ from runtime.models.videos import keep_picture, keep_video
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
+from runtime.queue.sheets import sheet_png
 from runtime.queue.store import Submission
 from runtime.queue.supervisor import STOPPING_SECONDS
 from runtime.queue.views import Job
@@ -74,7 +79,17 @@ from runtime.server.image_queue import ImageQueue
 from runtime.server.job_files import SentVideo, etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
-from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, VideoPlan, plan_of, video_of
+from runtime.server.video_objects import (
+    DeletedVideo,
+    Model,
+    ModelList,
+    Video,
+    VideoBatch,
+    VideoList,
+    VideoPlan,
+    plan_of,
+    video_of,
+)
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
 from runtime.server.watchers import Watchers
@@ -103,6 +118,7 @@ _POLL_SECONDS = 0.1
 _PAGE, _MOST_PAGE = 20, 100
 _CACHED = {"Cache-Control": "private, max-age=3600"}
 
+BatchId = Annotated[str, PathParameter(description="The batch's ID.", max_length=100)]
 VideoId = Annotated[str, PathParameter(description="The video's ID.", max_length=100)]
 
 
@@ -177,6 +193,18 @@ class VideoApi:
             responses=errors,
             openapi_extra={"requestBody": _body()["requestBody"]},
         )
+        batch = "/v1/videos/batch"
+        add(
+            batch,
+            self.create_batch,
+            methods=["POST"],
+            response_model=VideoBatch,
+            responses=errors,
+            openapi_extra=_batch_body(),
+        )
+        add(f"{batch}/{{batch_id}}", self.batch, methods=["GET"], response_model=VideoBatch, responses=errors)
+        png = {200: {"content": {"image/png": {}}}, **errors}
+        add(f"{batch}/{{batch_id}}/sheet", self.sheet, methods=["GET"], responses=png, response_class=Response)
         add("/v1/videos", self.list, methods=["GET"], response_model=VideoList, responses=errors)
         add("/v1/videos/{video_id}", self.retrieve, methods=["GET"], response_model=Video, responses=errors)
         add("/v1/videos/{video_id}", self.delete, methods=["DELETE"], response_model=DeletedVideo, responses=errors)
@@ -232,6 +260,25 @@ class VideoApi:
         copies = await self._keep(request, values, files) if files else {}
         self._check_caller(caller)  # reading a body and its files takes time
         return await asyncio.to_thread(self._planned, values, copies, caller)
+
+    async def create_batch(self, request: Request) -> VideoBatch:
+        """Create a video for every combination of the values of a grid, all or none."""
+        caller = _caller(request)
+        values, files = await self._bodies.read(request, _owner(caller) or "")
+        axes = axes_of(values.pop("grid", None))
+        copies = await self._keep(request, values, files) if files else {}
+        self._check_caller(caller)  # reading a body and its files takes time
+        records = await asyncio.to_thread(self._create_batch, values, copies, axes, caller)
+        return self._batch(records)
+
+    def batch(self, request: Request, batch_id: BatchId) -> Response:
+        """Return a batch with its videos."""
+        return _json(self._batch(self._batch_records(batch_id, request)))
+
+    def sheet(self, request: Request, batch_id: BatchId) -> Response:
+        """Send the contact sheet of a batch (PNG): a frame of each completed video, with what distinguishes it."""
+        self._batch_records(batch_id, request)
+        return Response(sheet_png(self._store, batch_id), media_type="image/png", headers=api_errors.PRIVATE)
 
     def list(
         self,
@@ -399,6 +446,46 @@ class VideoApi:
 
         submission = None if key is None else Submission(key, digest)
         return self._worker.submit_once(request, _owner(caller), check, admit, submission)
+
+    def _create_batch(
+        self,
+        values: Mapping[str, Any],
+        copies: Mapping[str, str],
+        axes: Sequence[Sequence[Changes]],
+        caller: ApiKey | None,
+    ) -> Sequence[JobRecord]:
+        def make(changes: Changes) -> GenerationRequest:
+            return self._requested(video_requests.set_values({**values, **changes}), copies)
+
+        requests = grid_of(self._requested(values, copies), axes, make=make)
+        if caller is None:
+            return self._worker.submit_all(requests)
+        limits = caller.limits
+        if len(requests) > limits.videos:  # before all are planned
+            raise LimitError("server.api_queue_full", maximum=limits.videos)
+        return self._worker.submit_all(
+            requests,
+            _owner(caller),
+            check=lambda plan: check_plan(plan, limits),
+            admit=lambda waiting, times: check_queue(limits, waiting, times, time.time()),
+        )
+
+    def _batch_records(self, batch_id: str, request: Request) -> Sequence[JobRecord]:
+        """Return the videos of a batch of the caller.
+
+        Raises:
+            ApiError: 404, if it does not exist or is another caller's.
+        """
+        owner = _owner(_caller(request))
+        records = (
+            self._store.list(batches=[batch_id], owner=owner, oldest_first=True) if _ID.fullmatch(batch_id) else []
+        )
+        if not records:
+            raise refused(404, "server.api_no_batch", "batch_id", batch=shortened(batch_id))
+        return records
+
+    def _batch(self, records: Sequence[JobRecord]) -> VideoBatch:
+        return VideoBatch(id=records[0].batch, data=[self._video(record) for record in records])
 
     def _planned(self, values: Mapping[str, Any], copies: Mapping[str, str], caller: ApiKey | None) -> VideoPlan:
         plan = self._worker.plan(self._requested(values, copies))
@@ -619,6 +706,19 @@ def _body() -> dict[str, Any]:
         "schema": {"type": "string", "maxLength": 255},
     }
     return {"requestBody": {"required": True, "content": content}, "parameters": [header]}
+
+
+def _batch_body() -> dict[str, Any]:
+    """Return the schema of the body of `POST /v1/videos/batch`."""
+    grid = {
+        "type": "object",
+        "description": "The values of up to three fields; each combination becomes a video.",
+        "additionalProperties": {"type": "array", "minItems": 1},
+        "examples": [{"steps": [10, 20], "seed": [1, 2, 3]}],
+    }
+    also = {"type": "object", "properties": {"grid": grid}, "required": ["grid"]}
+    schema = {"allOf": [{"$ref": f"{_SCHEMAS}CreateVideo"}, also]}
+    return {"requestBody": {"required": True, "content": {video_requests.JSON: {"schema": schema}}}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

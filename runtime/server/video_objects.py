@@ -53,6 +53,7 @@ class Video(BaseModel):
     fps: int | None = Field(default=None, description="Frames per second.")
     steps: int | None = Field(default=None, description="Number of denoising steps.")
     sound: bool | None = Field(default=None, description="Whether the completed video has sound.")
+    batch: str | None = Field(default=None, description="The ID of its batch, if it was created with others.")
     paused: bool = Field(default=False, description="Whether the owner of the server has paused the video.")
 
 
@@ -73,6 +74,14 @@ class VideoPlan(BaseModel):
     memory_bytes: int = Field(description="Estimated peak memory.")
     free_bytes: int = Field(description="Free memory of the device.")
     warnings: list[str]
+
+
+class VideoBatch(BaseModel):
+    """Videos that were created together."""
+
+    id: str | None = Field(description="The ID of the batch; null if it has one video.")
+    object: Literal["video.batch"] = "video.batch"
+    data: list[Video]
 
 
 class VideoList(BaseModel):
@@ -151,6 +160,7 @@ def video_of(
         size="" if plan is None else "{}x{}".format(*plan.video_size),
         seconds="" if plan is None else f"{round(values['frames'] / plan.video_fps, 3):g}",
         prompt=record.prompt,
+        batch=record.batch,
         error=_error(record, redact),
         paused=record.state == "queued" and record.held,
         **values,

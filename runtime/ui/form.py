@@ -161,6 +161,8 @@ def popovers(
         with _popover("quality"):
             gr.HTML(render("plan_part.html", part="presets"), elem_id="presets", apply_default_css=False)
             gr.HTML(render("own_presets.html"), elem_id="own-presets", apply_default_css=False)
+        with _popover("prompts"):
+            gr.HTML(render("recent_prompts.html"), apply_default_css=False)
     with _popover("seed"):
         controls["seed"] = fields.control("seed", info="Empty: a new one each time.")
     return Form(controls, {"card": card, "images": images, "sizes": sizes, "lengths": lengths})

@@ -494,6 +494,7 @@ def result_html(saved: VideoSaved, job: Job, address: str, audience: Audience) -
         address=address,
         panels=audience.panels,
         opens_folders=audience.opens_folders,
+        in_batch=job.group is not None,
         # The status line states the unknown words.
         warning_lines=[
             page_text(fact, job.plan.components).what for fact in saved.warnings if not _is_unknown_words(fact)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 from starlette.routing import BaseRoute
 
+from runtime.core.batches import MOST_AXES
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.images import ImageUse, VideoUse
@@ -38,7 +39,7 @@ from runtime.ui.make_tab import SUBMITS, Handlers, add_make, header
 from runtime.ui.models_panel import ModelsPanel
 from runtime.ui.plan_panel import PreviewPanel
 from runtime.ui.plan_preview import PlanPreview
-from runtime.ui.queue_panel import MAX_VARIATIONS, QueuePanel
+from runtime.ui.queue_panel import GRID_FIELDS, MAX_VARIATIONS, QueuePanel
 from runtime.ui.results_panel import ResultsPanel
 from runtime.ui.settings_panel import SettingsPanel
 from runtime.ui.sharing import Sharing, add_sharing_bar
@@ -147,7 +148,7 @@ def _blocks(
             with gr.Tab("Make", id="make", elem_id="tab-make"):
                 created = add_make(page, handlers, settings.model, advanced)
             with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
-                _panel("queue", max_variations=MAX_VARIATIONS)
+                _panel("queue", max_variations=MAX_VARIATIONS, grid_fields=GRID_FIELDS, most_axes=MOST_AXES)
             with gr.Tab("History", id="history", elem_id="tab-history"):
                 _panel("history", filters=FILTERS)
             with gr.Tab("Models", id="models", elem_id="tab-models"):

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
+from runtime.core.batches import MOST_AXES, Changes, grid_of, read_axis
 from runtime.core.errors import MODEL_UNUSABLE, InvalidRequestError, StoreError
 from runtime.core.events import OutOfMemory
 from runtime.core.facts import Fact
-from runtime.core.request import AUTO, Auto
+from runtime.core.request import AUTO, FIELDS, Auto, random_seed
+from runtime.core.request_fields import Choice, Number, Prompt
 from runtime.core.units import about, counted
 from runtime.queue.job_queue import combined
 from runtime.queue.records import VIDEOS, Durations, JobRecord, Line, State
@@ -22,6 +24,12 @@ from runtime.ui.jobs_panel import JobsPanel, failure, proportions, title
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 MAX_VARIATIONS = 100
+# The fields that the page's grid can vary, with their labels.
+GRID_FIELDS: Mapping[str, str] = {
+    name: declared.label
+    for name, declared in FIELDS.items()
+    if isinstance(declared, Number | Choice | Prompt) and name not in {form.TEMPLATE, "gpus"}
+}
 _MAX_RESUMABLE = 10
 # Rows that are shown at first and with each "Show more".
 _PAGE, _MAX_PAGES = 50, 1000
@@ -121,7 +129,15 @@ class QueuePanel(JobsPanel):
         values = form.with_prompt(call.form, prompts[0]) if prompts else call.form
         request = form.read(values, self._models)
         seeds: list[int | Auto] = [AUTO if request.seed == AUTO else int(request.seed) + n for n in range(count)]
-        jobs = self._worker.submit_all(combined(request, prompts, seeds), self._owner)
+        axes = _axes(call.values)
+        if axes:
+            lists: list[list[Changes]] = [[{"prompt": prompt} for prompt in prompts]] if prompts else []
+            if count > 1:
+                lists.append([{"seed": random_seed() if seed == AUTO else seed} for seed in seeds])
+            requests = grid_of(request, axes, lists)
+        else:
+            requests = combined(request, prompts, seeds)
+        jobs = self._worker.submit_all(requests, self._owner)
         return {
             "message": f"Added to the queue: {counted(len(jobs), 'video')}.",
             "added": [job.id for job in jobs],
@@ -308,6 +324,23 @@ def _total(rows: Sequence[Row], line: Line, rest: Durations, workers: int) -> st
 def resumable_html(jobs: Sequence[tuple[JobRecord, ResumeStatus]]) -> str:
     """Return the jobs that ended without a video and can be resumed."""
     return render("queue_resumable.html", jobs=[(job, status, status.memory or failure(job)) for job, status in jobs])
+
+
+def _axes(values: Mapping[str, Any]) -> list[list[Changes]]:
+    """Return what the fields of the grid vary; a page cannot open files of its choice.
+
+    Raises:
+        InvalidRequestError: see `core.batches.read_axis`.
+    """
+    axes = []
+    for number in range(MOST_AXES):
+        name, text = values.get(f"grid_{number}", ""), values.get(f"values_{number}", "")
+        if not name or not isinstance(name, str) or not isinstance(text, str):
+            continue
+        if name not in GRID_FIELDS:
+            raise unknown_action()
+        axes.append(read_axis(f"{name}={text}"))
+    return axes
 
 
 def _variations(value: Any) -> int:

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import typer
 
+from runtime.core.batches import typed
+from runtime.core.errors import StoreError
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import Group, JobRecord, State
+from runtime.queue.sheets import write_sheet
 from runtime.queue.views import Job
 from runtime.ui.formatting import render
 from runtime.ui.jobs_panel import JobsPanel, title
 from runtime.ui.panels import Call, Reply, drawn, unknown_action
 
 _SHOWN = 12
+# The prompts that are offered, of so many of the newest videos.
+_MOST_PROMPTS, _SEARCHED_PROMPTS, _LONGEST_SEARCH = 50, 400, 200
 _DONE: tuple[State, ...] = ("done",)
 
 
@@ -56,8 +61,27 @@ class ResultsPanel(JobsPanel):
         """Return the strip: running videos, then finished ones, the newest first."""
         return drawn({"strip": self._strip})
 
+    def _actions(self) -> Mapping[str, Callable[[Call], Reply]]:
+        return {**super()._actions(), "prompts": self._prompts}
+
     def _job_actions(self) -> Mapping[str, Callable[[JobRecord, Call], Reply]]:
-        return {**super()._job_actions(), "discard": self._discard, "reveal": self._reveal}
+        more = {"discard": self._discard, "reveal": self._reveal, "sheet": self._sheet}
+        return {**super()._job_actions(), **more}
+
+    def _prompts(self, call: Call) -> Reply:
+        """Return the prompts of recent videos that contain the words of a search, the newest first."""
+        search = call.values.get("search", "")
+        words = search[:_LONGEST_SEARCH] if isinstance(search, str) else ""
+        jobs = self._store.list(owner=self._owner, search=words, limit=_SEARCHED_PROMPTS)
+        prompts = dict.fromkeys(str(typed(job.request, "prompt")) for job in jobs)
+        return {"prompts": list(prompts)[:_MOST_PROMPTS]}
+
+    def _sheet(self, job: JobRecord, _call: Call) -> Reply:
+        """Write the contact sheet of a job's batch."""
+        if job.batch is None:
+            raise StoreError("queue.not_in_batch", job=job.id)
+        sheet = write_sheet(self._store, job.batch, self._outputs_dir)
+        return {"message": f"Saved in the folder of videos: {sheet.picture.name}, {sheet.page.name}."}
 
     def _delete(self, call: Call) -> Reply:
         """Delete a video; the stage shows the next one of its group, or else the newest one."""

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from runtime.cli.batches import requests_of
 from runtime.cli.main import run
 from runtime.core.settings import load
 from runtime.models.spec import ModelSpec
 from runtime.queue.store import open_store
 from tests.cli.refusals import refused
-from tests.facts import fact
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -51,7 +51,7 @@ def test_a_grid_makes_videos_a_sheet_and_a_page_and_goes_on_where_it_was(
     result = json.loads(capfd.readouterr().out)
     assert [video["job"] for video in result["videos"]] == [job.id for job in others[:2]]
     assert {job.state for job in store.list()} == {"done"}
-    assert fact("queue.batch_done", job=first.id) == refused(["jobs", "resume", first.id, "--all"], capfd)
+    assert refused(["jobs", "resume", first.id, "--all"], capfd).code == "queue.batch_done"
 
 
 def test_lists_of_prompts_and_images_are_batches(
@@ -65,6 +65,18 @@ def test_lists_of_prompts_and_images_are_batches(
     assert len({video["seed"] for video in result["videos"]}) == 2
 
 
+def test_each_image_of_a_folder_is_combined_with_the_grid(cache_dir: Path, tmp_path: Path) -> None:
+    for name in ("b.PNG", "a.jpg", "notes.txt", "c"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "d.png").mkdir()
+    made = requests_of({"prompt": "a boat"}, None, str(tmp_path), ["steps=1,2"], None)
+    assert made is not None
+    assert [(Path(str(request.image)).name, request.steps) for request in made] == [
+        ("a.jpg", 1), ("a.jpg", 2), ("b.PNG", 1), ("b.PNG", 2),
+    ]  # fmt: skip
+    assert requests_of({"prompt": "a boat"}, None, None, [], None) is None
+
+
 def test_batches_are_refused_before_anything_runs(
     command: list[str], cache_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
@@ -74,7 +86,7 @@ def test_batches_are_refused_before_anything_runs(
     lines = tmp_path / "lines.txt"
     lines.write_text("a boat\n" * 1_001)
     for flags, code, field in (
-        ([], "request.prompt_empty", "prompt"),
+        ([], "cli.usage", "prompt"),
         (["a boat", "--prompts", str(empty)], "cli.prompt_and_list", "prompt"),
         (["--prompts", str(empty)], "cli.list_empty", "prompts"),
         (["--prompts", str(folder)], "cli.list_unreadable", "prompts"),

@@ -8,6 +8,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.templates import expanded, is_template, literal
 
 LISTS = {"color": ["red", "blue"], "sea/places": ["at __color__ sea"], "self": ["a __self__"]}
+LISTS |= {f"double{n}": [f"__double{n + 1}__ __double{n + 1}__"] for n in range(15)} | {"double15": ["a"]}
 
 
 def every(template: str, seeds: int = 60) -> set[str]:
@@ -74,6 +75,7 @@ def test_a_literal_template_stands_for_its_prompt(prompt: str) -> None:
     ("template", "code"),
     [
         ("__self__", "request.template_too_deep"),
+        ("__double0__", "request.template_too_deep"),
         ("{3$$a|b}", "request.template_count"),
         ("{0$$a|b}", "request.template_count"),
     ],

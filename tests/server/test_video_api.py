@@ -603,6 +603,41 @@ def test_a_plan_is_that_of_the_video_and_creates_none(http: httpx.Client) -> Non
     assert error_of(http.get("v1/videos/plan"))[0] == 404
 
 
+def test_a_grid_is_a_batch_with_a_sheet(http: httpx.Client, subtests: pytest.Subtests) -> None:
+    grid: dict[str, list[Any]] = {"steps": [1, 2], "seed": ["3", 4]}
+    answer = http.post("v1/videos/batch", json={**SMALL, "prompt": "a {red|blue} boat", "grid": grid})
+    assert answer.status_code == 200, answer.text
+    batch = answer.json()
+    made = [(video["steps"], video["seed"], video["batch"]) for video in batch["data"]]
+    assert made == [(steps, seed, batch["id"]) for steps in (1, 2) for seed in (3, 4)]
+    ended(http, batch["data"][-1]["id"])
+    listed = http.get(f"v1/videos/batch/{batch['id']}").json()
+    assert [video["id"] for video in listed["data"]] == [video["id"] for video in batch["data"]]
+    sheet = http.get(f"v1/videos/batch/{batch['id']}/sheet")
+    assert sheet.headers["content-type"] == "image/png" and sheet.content.startswith(b"\x89PNG")
+    # The videos of a grid without seeds have one seed.
+    batch = http.post("v1/videos/batch", json={**SMALL, "seed": None, "grid": {"fps": [4, 8]}}).json()
+    assert len({video["seed"] for video in batch["data"]}) == 1
+    before = len(http.get("v1/videos", params={"limit": 100}).json()["data"])
+    cases: list[tuple[Any, str, str]] = [
+        (None, "grid", "request.grid_not_lists"),
+        ({"stepz": [1]}, "grid", "request.grid_field"),
+        ({"steps": [1, 0]}, "steps", "request.out_of_range"),
+        ({"image": ["/etc/passwd"]}, "image", "server.api_image"),
+        ({"mask": [f"sha256:{'0' * 64}/a.png"]}, "mask", "server.api_mask"),
+        ({"loras": [["../secret.safetensors"]]}, "loras", "form.lora_is_path"),
+        ({"model": ["/etc"]}, "model", "model_not_found"),
+        ({"width": [64, 65]}, "width", "planner.not_a_multiple"),
+        ({"seed": list(range(40)), "steps": list(range(1, 41))}, "grid", "queue.batch_too_large"),
+    ]
+    for wrong, param, code in cases:
+        with subtests.test(msg=str(wrong)[:60]):
+            assert error_of(http.post("v1/videos/batch", json={**SMALL, "grid": wrong}))[1:] == (param, code)
+    assert len(http.get("v1/videos", params={"limit": 100}).json()["data"]) == before
+    for path in ("00000000", "00000000/sheet", "../x", "x"):
+        assert http.get(f"v1/videos/batch/{path}").status_code == 404
+
+
 def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     schema = http.get("v1/openapi.json").json()
     request = schema["components"]["schemas"]["CreateVideo"]
@@ -611,7 +646,7 @@ def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]
     assert {"get", "post"} == set(schema["paths"]["/v1/videos"])
     assert {"get", "delete"} == set(schema["paths"]["/v1/videos/{video_id}"])
-    assert {"post"} == set(schema["paths"]["/v1/videos/plan"])
+    assert {"post"} == set(schema["paths"]["/v1/videos/plan"]) == set(schema["paths"]["/v1/videos/batch"])
     text = json.dumps(schema)
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in schema["components"]["schemas"], name

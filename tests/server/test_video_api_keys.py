@@ -159,6 +159,9 @@ def test_a_key_sees_only_its_own_videos(keyed: tuple[App, dict[str, str]]) -> No
         assert made != other
         until(lambda: anna.get(f"v1/videos/{made}").json()["status"] == "completed", pause=0.1)
         assert anna.get(f"v1/videos/{made}/content").status_code == 200
+        batch = anna.post("v1/videos/batch", json={**SMALL, "grid": {"seed": [1, 2]}}).json()["id"]
+        assert anna.get(f"v1/videos/batch/{batch}").status_code == 200
+        assert [ben.get(f"v1/videos/batch/{batch}{path}").status_code for path in ("", "/sheet")] == [404, 404]
         for path in ("", "/content", "/content?variant=thumbnail", "/events"):
             assert ben.get(f"v1/videos/{made}{path}").status_code == 404
         assert ben.delete(f"v1/videos/{made}").status_code == 404
@@ -175,10 +178,13 @@ def test_limits_of_a_key_are_kept(keyed: tuple[App, dict[str, str]]) -> None:
     with with_key(server, secrets["few"]) as few:
         made = [few.post("v1/videos", json={**SMALL, "steps": 300}).json()["id"] for _ in range(2)]
         assert code_of(few.post("v1/videos", json=SMALL)) == (429, "server.api_queue_full")
+        batch = {**SMALL, "grid": {"seed": [1, 2, 3]}}
+        assert code_of(few.post("v1/videos/batch", json=batch)) == (429, "server.api_queue_full")
         assert few.delete(f"v1/videos/{made[0]}").status_code == 200
         assert few.post("v1/videos", json=SMALL).status_code == 200
         few.delete(f"v1/videos/{made[1]}")
     with with_key(server, secrets["hourly"]) as hourly:
+        assert code_of(hourly.post("v1/videos/batch", json=batch)) == (429, "server.api_rate")
         for _ in range(2):
             video = hourly.post("v1/videos", json=SMALL, headers={"Idempotency-Key": str(time.time())}).json()["id"]
             assert hourly.delete(f"v1/videos/{video}").status_code == 200
@@ -186,6 +192,8 @@ def test_limits_of_a_key_are_kept(keyed: tuple[App, dict[str, str]]) -> None:
         assert code_of(refused) == (429, "server.api_rate")
         assert 0 < int(refused.headers["retry-after"]) <= 3600
     with with_key(server, secrets["small"]) as small:
+        beyond = {**SMALL, "frames": 5, "grid": {"steps": [2, 3]}}
+        assert small.post("v1/videos/batch", json=beyond).json()["error"]["param"] == "steps"
         assert small.post("v1/videos", json={**SMALL, "frames": 5}).status_code == 200
         for values, param in (
             ({}, "frames"),

@@ -219,6 +219,29 @@ def test_several_prompts_and_variations_are_added_together(desk: Panels, worker:
     assert [job.request["seed"] for job in worker.store.order.jobs()][4:] == [40, 41, 42]
 
 
+def test_a_grid_is_added_with_one_seed(desk: Panels, worker: JobQueue) -> None:
+    grid = {"grid_0": "steps", "values_0": "1..2", "grid_1": "", "values_1": "x", "grid_2": "fps", "values_2": "4,8"}
+    _, says = act(desk, "add", values={"prompts": "a red boat\na blue ball", "variations": "1", **grid})
+    assert says["message"] == "Added to the queue: 8 videos."
+    jobs = worker.store.order.jobs()
+    made = [(job.prompt[2:5], job.request["steps"], job.request["fps"]) for job in jobs]
+    assert made == [(prompt, steps, fps) for prompt in ("red", "blu") for steps in (1, 2) for fps in (4, 8)]
+    assert len({job.request["seed"] for job in jobs}) == len({job.batch for job in jobs}) == 1
+    act(desk, "add", values={"variations": "2", "grid_0": "steps", "values_0": "1,2"})
+    assert len({job.request["seed"] for job in worker.store.order.jobs()[8:]}) == 2
+    unknown = message("ui.unknown_action")
+    for wrong, expected in (
+        ({"values_0": ""}, paragraph(fact("request.grid_without_values", value="'steps='"))),
+        ({"grid_1": "steps", "values_1": "3"}, paragraph(fact("request.grid_repeated", field="steps"))),
+        ({"grid_0": "image", "values_0": "/etc/passwd"}, unknown),
+        ({"grid_0": "loras", "values_0": "../x"}, unknown),
+        ({"grid_0": "width", "values_0": "32,33"}, paragraph(fact("planner.not_a_multiple", **WIDTH_33))),
+    ):
+        says = act(desk, "add", values={"variations": "1", "grid_0": "steps", "values_0": "1,2", **wrong})[1]
+        assert says["error"] and says["message"] == expected
+    assert len(worker.store.order.jobs()) == 12
+
+
 @pytest.mark.parametrize(
     ("given", "shown", "expected"),
     [

@@ -12,7 +12,7 @@ from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import POSTER
 from runtime.queue.job_queue import JobQueue, combined
 from runtime.ui.jobs_panel import example_of
-from runtime.ui.panels import respond
+from runtime.ui.panels import Call, respond
 from runtime.ui.results_panel import ResultsPanel
 from tests.queue.test_worker import small
 from tests.ui.test_job_panels import add, finish, models, panel_call, worker
@@ -60,6 +60,28 @@ def test_a_video_that_is_not_served_is_not_offered(worker: JobQueue, panel: Call
     saved.output.unlink()
     assert shown(panel(False)) == [last, here]
     assert respond(panel(False), panel_call("delete", last))["show"] == here
+
+
+def test_earlier_prompts_are_found_as_they_were_typed(worker: JobQueue, panel: Callable[[bool], ResultsPanel]) -> None:
+    for prompt in ("a red boat", "a {red|blue} ball", "a red boat"):
+        add(worker, prompt)
+
+    def prompts(search: object) -> list[str]:
+        found: list[str] = respond(panel(False), Call("prompts", values={"search": search}))["prompts"]
+        return found
+
+    assert prompts("") == ["a red boat", "a {red|blue} ball"] == prompts(5)
+    assert prompts("boat a") == ["a red boat"]
+    assert prompts("kite") == []
+
+
+def test_a_contact_sheet_is_saved_for_a_batch(worker: JobQueue, panel: Callable[[bool], ResultsPanel]) -> None:
+    single = add(worker, "a red boat")
+    first, _ = worker.submit_all(combined(small(), [], [1, 2]))
+    assert respond(panel(False), panel_call("sheet", single))["error"]
+    says = respond(panel(False), panel_call("sheet", first.id))["message"]
+    outputs = first.output.parent
+    assert all(path.name in says for path in outputs.glob("grid-*")) and len(list(outputs.glob("grid-*"))) == 2
 
 
 def test_a_deleted_video_is_replaced_by_the_newest_left(

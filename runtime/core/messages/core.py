@@ -41,7 +41,7 @@ MESSAGES: Mapping[str, Message] = {
         "{field:setting} has {characters:,} characters; the limit is {most:,}.", "Shorten the text."
     ),
     "request.grid_without_values": Message(
-        "{value} gives no values.", "Give a field with its values, as in steps=10,20 or seed=1..3."
+        "{value} gives no values.", "Give a field with its values, as in steps=10,20."
     ),
     "request.grid_not_lists": Message(
         "The grid is not an object of lists.", 'Give the values of each field, as in {{"steps": [10, 20]}}.'
@@ -53,8 +53,8 @@ MESSAGES: Mapping[str, Message] = {
     "request.grid_axes": Message("The grid varies {axes} fields.", "Vary at most {most}."),
     "request.grid_repeated": Message("The grid varies {field} twice.", "Give all of its values at once."),
     "request.template_too_deep": Message(
-        "The prompt's lists lead to others more than {most} times, or to too much text: {part}.",
-        "Remove the list that leads back to itself from Cache/wildcards.",
+        "The prompt has choices within choices, more than {most} deep, or too many: {part}.",
+        "Nest fewer choices, and remove a list that leads back to itself from Cache/wildcards.",
     ),
     "request.template_count": Message(
         "The prompt asks for {count} of {options} options.", "Give a number from 1 to {options} before $$."

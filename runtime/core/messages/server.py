@@ -83,6 +83,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "server.api_no_route": Message("There is no route {method} {path}.", "See /v1/docs."),
     "server.api_no_method": Message("{path} does not support {method}.", "Use {allowed}."),
+    "server.api_no_batch": Message("There is no batch {batch}.", "Use the batch of a video of GET /v1/videos."),
     "server.api_no_video": Message("There is no video {video}.", "List your videos with GET /v1/videos."),
     "server.api_not_ready": Message("The video {video} is not completed.", "Wait until its status is completed."),
     "server.api_no_clip": Message(
