@@ -24,7 +24,7 @@
   const isTimer = (draw) => String(draw).includes("performance.now()");
   window.requestAnimationFrame = (draw) => tandem.restored && isTimer(draw) ? 0 : requestFrame.call(window, draw);
 
-  let previewed = "", resting = 0, selected = "";
+  let previewed = "", resting = 0, saving = 0, selected = "";
   // Observers of the page are not woken by an attribute that stays the same.
   const set = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
   const tandem = window.tandem = {
@@ -39,6 +39,8 @@
     // The job to show next. A late answer about another one may be remembered before the button is followed.
     select: (id) => { selected = id; write("sessionStorage", JOB, id); },
     selected: () => selected,
+    // A field has changed. A model changes many at once; then the form is read and saved once.
+    changed: () => { saving ||= setTimeout(() => { saving = 0; $("#keep-form")?.click(); }); },
     // Until the stored form is filled in, the page's defaults must not overwrite it.
     save: (values) => {
       tandem.values = values;

@@ -76,11 +76,14 @@ _CLOSE = 0.04
 # The longer side of a drawn proportion, in pixels.
 _DRAWN = 22
 
+# No component shows the progress of an event. Gradio's page would otherwise update every output of all earlier events
+# several times an event, and copy all properties of each.
+_UNSEEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": []}
 # Events that the browser handles alone.
-LOCAL: dict[str, Any] = {"fn": None, "show_progress": "hidden", "api_visibility": "private", "queue": False}
+LOCAL: dict[str, Any] = {**_UNSEEN, "fn": None, "api_visibility": "private", "queue": False}
 # Events that the server handles. Each of the three groups has its own slots of Gradio's queue (`server.SLOTS`), so that
 # pages and programs that follow jobs, for hours perhaps, never take the slots of the buttons.
-_PRIVATE: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+_PRIVATE: dict[str, Any] = {**_UNSEEN, "api_visibility": "private"}
 SERVED: dict[str, Any] = {**_PRIVATE, "concurrency_id": "controls", "concurrency_limit": 40}
 # More than `Watchers` admits: a newcomer starts before an older watcher has noticed that it ended.
 WATCHING: dict[str, Any] = {**_PRIVATE, "concurrency_id": "pages", "concurrency_limit": 2 * MOST_WATCHERS}

@@ -148,8 +148,11 @@ def _connect_form(
     page.load(handlers.fill, **fill, js="() => window.tandem.stored()", **SERVED).then(
         **LOCAL, inputs=inputs, js="(...values) => window.tandem.startKeeping(values)"
     )
+    # Only Gradio has all values, and reading them takes long: the script does so once for several changes.
+    keep = gr.Button("Keep the form", visible="hidden", elem_id="keep-form")
+    keep.click(**LOCAL, inputs=inputs, js="(...values) => window.tandem.save(values)")
     for control in inputs:
-        control.change(**LOCAL, inputs=inputs, js="(...values) => window.tandem.save(values)")
+        control.change(**LOCAL, js="() => window.tandem.changed()")
 
 
 def _add_image_questions(handlers: "Handlers") -> None:

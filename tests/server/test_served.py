@@ -199,6 +199,15 @@ def test_only_generate_is_public(client: Any) -> None:
     assert described["unnamed_endpoints"] == {}
 
 
+def test_the_events_of_the_page_have_no_component_show_their_progress(client: Any) -> None:
+    private = [one for one in client.config["dependencies"] if one["api_visibility"] == "private"]
+    assert len(private) > 60
+    assert [one for one in private if one["show_progress_on"] != []] == []
+    # One event reads all fields when one of them has changed; see `tandem.changed` in page.js.
+    changes = [one for one in private if any(event == "change" for _, event in one["targets"])]
+    assert max(len(one["inputs"]) for one in changes) <= 1 < len(changes)
+
+
 def test_only_outputs_are_served(server: App, client: Any) -> None:
     client.predict("a red boat", steps=1, api_name="/generate")
     outputs = server.cache_dir / "outputs"

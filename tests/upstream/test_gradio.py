@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,17 @@ assert (queue.ANAYLTICS_CACHE_FREQUENCY, queue.ANALYTICS_MAX_EVENTS) == (sys.max
 @pytest.mark.slow
 def test_gradio_is_loaded_without_what_takes_time_and_memory() -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", _LOADS], check=True, timeout=120, cwd=ROOT)
+
+
+def test_an_event_may_show_its_progress_on_no_component() -> None:
+    """`ui.form` relies on an empty list, which is not replaced by the outputs."""
+    with gr.Blocks() as made:
+        text = gr.Textbox()
+        gr.Button().click(lambda: "", None, text, show_progress_on=[])
+    (event,) = made.get_config_file()["dependencies"]
+    assert event["show_progress_on"] == []
+    scripts = Path(inspect.getfile(gr)).parent / "templates/frontend/assets"
+    assert any("this.show_progress_on||this.outputs" in one.read_text("utf-8") for one in scripts.glob("Blocks-*.js"))
 
 
 def test_functions_have_defaults_and_a_queued_flag(app: routes.App) -> None:
