@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -25,9 +26,7 @@ if TYPE_CHECKING:  # PyTorch, which takes seconds to import, is not needed where
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 # Apps build no engines that a test does not ask for; those that a test starts in other processes, see `app_server`.
 os.environ["TANDEM_IDLE_BUILDS"] = "0"
-# Inductor otherwise compiles a program for each vector instruction set and precompiles headers, wherever its cache is
-# new: two thirds of the time of a test that compiles.
-os.environ["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+# Inductor otherwise compiles a program for each vector instruction set wherever its cache is new, which takes 7 s.
 if compiles_all_vector_instructions():
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
@@ -136,6 +135,19 @@ def forked_children() -> Iterator[None]:
         if "forkserver" in multiprocessing.get_all_start_methods():
             patch.setattr(child, "_START_METHOD", "forkserver")
         yield
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace as for Inductor, but let PyTorch run what was traced: C++ takes a minute to compile on a busy core."""
+    import torch
+
+    from runtime.execution.compilation import discard_compiled_code
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    discard_compiled_code()
+    yield
+    discard_compiled_code()
 
 
 @pytest.fixture
