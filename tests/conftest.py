@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,7 +15,7 @@ import pytest
 from filelock import FileLock
 
 from runtime.engines import child
-from runtime.machine.probe import cpp_compiler
+from runtime.machine.probe import compiles_all_vector_instructions, cpp_compiler
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from tests import full_disk
@@ -24,9 +26,17 @@ if TYPE_CHECKING:  # PyTorch, which takes seconds to import, is not needed where
 os.environ.pop("TANDEM_PROGRAM", None)  # set by `./install.sh test`; messages name it
 # Apps build no engines that a test does not ask for; those that a test starts in other processes, see `app_server`.
 os.environ["TANDEM_IDLE_BUILDS"] = "0"
+# Inductor otherwise compiles a program for each vector instruction set wherever its cache is new, which takes 7 s.
+if compiles_all_vector_instructions():
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 
 Result = TypeVar("Result")
 DESELECTED = ("slow", "gpu")
+
+# Of each test process, one process is forked for all that tests start by "forkserver": it has imported what any of them
+# needs, also if the first are those of several GPUs, for which `execution.parallel.group` names less.
+forkserver.set_forkserver_preload(["tests.engines.child_imports"])
+forkserver.set_forkserver_preload = lambda _: None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,9 +133,21 @@ def forked_children() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         if "forkserver" in multiprocessing.get_all_start_methods():
-            multiprocessing.set_forkserver_preload(["tests.engines.child_imports"])
             patch.setattr(child, "_START_METHOD", "forkserver")
         yield
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Trace as for Inductor, but let PyTorch run what was traced: C++ takes a minute to compile on a busy core."""
+    import torch
+
+    from runtime.execution.compilation import discard_compiled_code
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    discard_compiled_code()
+    yield
+    discard_compiled_code()
 
 
 @pytest.fixture

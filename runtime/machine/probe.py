@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +22,7 @@ from runtime.machine.packages import installed_versions
 # CPU features that affect the choice of kernels by compilers and libraries.
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|bmi|sse4|asimd|sve|bf16|i8mm)\w*")
 _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_GCC = 12
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,16 @@ def _swap() -> tuple[int, int]:
 def cpp_compiler() -> str | None:
     names = {"Windows": ("cl",), "Darwin": ("clang++",)}.get(platform.system(), ("g++",))
     return next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), *names)))), None)
+
+
+def compiles_all_vector_instructions() -> bool:
+    """Whether the compiler is a GCC that supports every instruction set that Inductor may use (AMX needs GCC 11)."""
+    compiler = cpp_compiler()
+    if compiler is None or platform.system() != "Linux":
+        return False
+    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)
+    major = version.stdout.partition(".")[0]
+    return major.isdecimal() and int(major) >= _GCC
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""What children that build, import or verify ONNX engines load, for the fixture `forked_children`."""
+"""What processes load that are forked in tests: they build or verify ONNX engines, or run jobs or a part of one."""
 
 import importlib
 import logging
@@ -7,7 +7,18 @@ import warnings
 import torch
 from tqdm import tqdm
 
-for module in ("onnxruntime", "runtime.engines.build", "runtime.engines.imported.contract", "runtime.engines.programs"):
+for module in (
+    "diffusers.schedulers.scheduling_unipc_multistep",
+    "onnxruntime",
+    "runtime.engines.build",
+    "runtime.engines.imported.contract",
+    "runtime.engines.programs",
+    "runtime.execution.parallel.rank_process",
+    "runtime.families.ltx2.components",
+    "runtime.families.wan.components",
+    "runtime.pipeline.run",
+    "transformers.models.umt5.modeling_umt5",
+):
     importlib.import_module(module)
 
 # The exporter loads most of its modules and tables at its first use.

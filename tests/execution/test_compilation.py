@@ -40,12 +40,6 @@ def fresh() -> Iterator[None]:
     discard_compiled_code()
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace as for Inductor, but let PyTorch run what was traced: C++ takes a minute to compile on a busy core."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-
-
 def places_of(folder: Path) -> dict[str, Path]:
     """Return where compilers cache code, by environment variable."""
     return {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder / "triton", FLASH4: folder / "flash4"}

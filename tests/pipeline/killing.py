@@ -20,8 +20,7 @@ from runtime.pipeline.run import run_job
 
 
 def forking() -> ForkServerContext:
-    """Return a context whose processes are forked from one that has imported the libraries, which takes seconds."""
-    multiprocessing.set_forkserver_preload(["tests.engines.child_imports", __name__])
+    """Return a context whose processes are forked from one that has imported the libraries; see `tests.conftest`."""
     return multiprocessing.get_context("forkserver")
 
 

@@ -1,5 +1,6 @@
-"""What is loaded or compiled while no video waits is what later videos use."""
+"""What is loaded or compiled while no video waits is what later videos use; the history has the seconds."""
 
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,8 +18,9 @@ from runtime.models.images import with_images
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.ahead import compile_ahead, load_ahead
 from runtime.pipeline.history_file import HistoryFile
-from runtime.planner.history import compile_seconds, compiled_code
+from runtime.planner.history import CompileSeconds, compile_seconds, compiled_code
 from runtime.planner.memory_model import Workload
+from runtime.planner.resolve import PlanningContext, resolve
 from runtime.upstream.torch import CompiledGraphs, compiled_graphs
 from tests.execution.test_compilation import forget_places
 from tests.image_files import saved
@@ -71,6 +73,37 @@ def test_later_videos_of_both_experts_find_the_code(tiny: Tiny, tmp_path: Path) 
         assert isinstance(events_of(plan, spec, residency)[-1], VideoSaved)
     found = compiled_graphs().since(graphs)
     assert found.cached and not found.compiled
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_compiling_is_measured_without_the_cache_and_from_it(tiny: Tiny, tmp_path: Path) -> None:
+    """It follows a test that compiles the same blocks, so that this process has the code of their kernels."""
+    spec, history = tiny("wan2.1"), HistoryFile(tmp_path, machine())
+    plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always", frames=5, steps=2)
+    backends = {name: part.backend for name, part in plan.components.items()}
+    code = compiled_code(Workload.of(plan, spec), machine(), backends, "none", plan.speed)
+    measured = []
+    for _ in range(2):
+        discard_compiled_code()
+        with Residency(no_engines(tmp_path)) as residency:
+            saved = events_of(plan, spec, residency, history=history)[-1]
+            spent = residency.compile_seconds
+        assert isinstance(saved, VideoSaved) and saved.plan["speed"]["compiled"]
+        measured.append((compile_seconds(history.read(), code), spent))
+    (first, fresh), (second, cached) = measured
+    assert first == CompileSeconds(fresh, None, on_disk=True)
+    assert second == CompileSeconds(fresh, cached, on_disk=True)
+    # How much less loading takes than compiling depends on the load of the machine.
+    assert min(cached, fresh) > 0
+    request = GenerationRequest.from_mapping(plan.request_json() | {"compile": "always"})
+    context = PlanningContext(machine(), tmp_path / "x.mp4", history=history.read())
+    assert resolve(request, spec, context).seconds["compile"].likely == cached
+    # Another size needs other code.
+    other = resolve(request.replace(frames=9), spec, context)
+    assert other.seconds["compile"].likely == fresh
+    shutil.rmtree(tmp_path / "compiled")
+    assert compile_seconds(history.read(), code) == CompileSeconds(fresh, None, on_disk=False)
 
 
 def test_a_later_video_loads_nothing(tiny: Tiny, tmp_path: Path) -> None:

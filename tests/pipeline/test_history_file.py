@@ -11,7 +11,6 @@ import pytest
 from runtime.core.events import Event, StageStarted, VideoSaved
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import GenerationRequest
-from runtime.execution.compilation import discard_compiled_code
 from runtime.execution.residency import Residency
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.history_file import HistoryFile
@@ -19,11 +18,10 @@ from runtime.planner.history import CompileSeconds, Run, compile_seconds, compil
 from runtime.planner.memory_model import Workload
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.upstream.torch import CompiledGraphs
-from tests.execution.test_compilation import forget_places
 from tests.pipeline.killing import forking
 from tests.pipeline.runs import events_of
 from tests.planner.test_history import RUN
-from tests.plans import machine, no_engines, tiny_plan
+from tests.plans import machine, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -174,40 +172,6 @@ def test_the_history_is_read_again_only_after_a_change(tmp_path: Path, history: 
     assert len(history.read()) == 3
     (tmp_path / "history.json").unlink()
     assert history.read() == ()
-
-
-@pytest.mark.slow
-@pytest.mark.compiler
-def test_compiling_is_measured_without_the_cache_and_from_it(
-    tiny: Tiny, tmp_path: Path, history: HistoryFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forget_places(monkeypatch)
-    spec = tiny("wan2.1")
-    plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always", frames=5, steps=2)
-    backends = {name: part.backend for name, part in plan.components.items()}
-    code = compiled_code(Workload.of(plan, spec), machine(), backends, "none", plan.speed)
-    measured = []
-    for _ in range(2):
-        discard_compiled_code()
-        with Residency(no_engines(tmp_path)) as residency:
-            saved = events_of(plan, spec, residency, history=history)[-1]
-            spent = residency.compile_seconds
-        assert isinstance(saved, VideoSaved) and saved.plan["speed"]["compiled"]
-        measured.append((compile_seconds(history.read(), code), spent))
-    discard_compiled_code()
-    (first, fresh), (second, cached) = measured
-    assert first == CompileSeconds(fresh, None, on_disk=True)
-    assert second == CompileSeconds(fresh, cached, on_disk=True)
-    # How much less loading takes than compiling depends on the load of the machine.
-    assert min(cached, fresh) > 0
-    request = GenerationRequest.from_mapping(plan.request_json() | {"compile": "always"})
-    context = PlanningContext(machine(), tmp_path / "x.mp4", history=history.read())
-    assert resolve(request, spec, context).seconds["compile"].likely == cached
-    # Another size needs other code.
-    other = resolve(request.replace(frames=9), spec, context)
-    assert other.seconds["compile"].likely == fresh
-    shutil.rmtree(tmp_path / "compiled")
-    assert compile_seconds(history.read(), code) == CompileSeconds(fresh, None, on_disk=False)
 
 
 def test_compiled_code_counts_while_it_is_in_the_cache(tiny: Tiny, tmp_path: Path, history: HistoryFile) -> None:

@@ -12,8 +12,6 @@ latents (torch 2.11 on an H200: correct for the first expert, 50 % off after ten
 import contextlib
 import json
 import os
-import platform
-import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -27,7 +25,7 @@ from runtime.core.facts import Fact
 from runtime.core.request import FINISHERS, SOUND_DECODERS
 from runtime.engines.builders import Builder, BuildNeeds, weights_bytes
 from runtime.engines.child import Report
-from runtime.machine.probe import Machine, cpp_compiler
+from runtime.machine.probe import Machine, compiles_all_vector_instructions
 from runtime.models.spec import IMAGE_ENCODER, ModelSpec
 from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.upstream.torch import PackageError, compile_package, inductor_cache, torch_found_in
@@ -41,7 +39,6 @@ _GIB = 1 << 30
 # torch and the compiler's processes.
 _BASE_RAM = 2 * _GIB
 _BASE_DISK = _GIB // 2
-_GCC = 12
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class InductorBuilder(Builder):
             # Use the number of threads of the process that runs it, not of this one.
             "cpp.dynamic_threads": True,
             # Inductor compiles a test for each vector instruction set: half of the build time of a small package.
-            "cpp.vec_isa_ok": True if _supports_all_vector_instructions() else None,
+            "cpp.vec_isa_ok": True if compiles_all_vector_instructions() else None,
             # A build has a cache of its own and compiles two files: precompiling their headers takes longer.
             "aot_inductor.precompile_headers": False,
         }
@@ -122,16 +119,6 @@ def _described(exported: "torch.export.ExportedProgram") -> dict[str, tuple[str,
     names = [*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values()]
     tensors = {name: exported.state_dict[name] for name in names}
     return {name: (str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()}
-
-
-def _supports_all_vector_instructions() -> bool:
-    """Whether the compiler is a GCC that supports every instruction set that Inductor may use (AMX needs GCC 11)."""
-    compiler = cpp_compiler()
-    if compiler is None or platform.system() != "Linux":
-        return False
-    version = subprocess.run([compiler, "-dumpfullversion"], capture_output=True, text=True, check=False)
-    major = version.stdout.partition(".")[0]
-    return major.isdecimal() and int(major) >= _GCC
 
 
 @contextlib.contextmanager

@@ -12,13 +12,12 @@ from torch.utils import cpp_extension
 from runtime.core.facts import Fact
 from runtime.core.request import FINISHERS, UPSCALER
 from runtime.engines.builders import BUILDERS, builders_of
-from runtime.engines.builders import inductor as inductor_module
 from runtime.engines.builders.inductor import InductorBuilder
 from runtime.engines.builders.onnxruntime import OnnxRuntimeBuilder
 from runtime.engines.programs import load_program
 from runtime.engines.sessions.inductor import InductorSession
 from runtime.engines.verify import verify
-from runtime.machine.probe import Machine, cpp_compiler, probe
+from runtime.machine.probe import Machine, compiles_all_vector_instructions, cpp_compiler, probe
 from runtime.models.spec import ModelSpec
 from runtime.planner.choice.engine_index import SWAPPED, EngineKey, ShapeProfile
 from runtime.planner.choice.key_differences import differences
@@ -132,7 +131,7 @@ def test_only_a_recent_gcc_skips_instruction_set_checks(
     compiler.write_text(f"#!/bin/sh\necho '{prints}'\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert inductor_module._supports_all_vector_instructions() is trusted
+    assert compiles_all_vector_instructions() is trusted
 
 
 @pytest.mark.slow

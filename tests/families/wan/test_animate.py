@@ -73,10 +73,11 @@ class Inputs:
     [
         Speed(),
         Speed(text_kept=True, fused=True, paired=True),
-        pytest.param(Speed(compiled=True), marks=pytest.mark.compiler),
+        Speed(compiled=True),
     ],
     ids=["plain", "all", "compiled"],
 )
+@pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_predictions_equal_diffusers(speed: Speed, tiny: Tiny) -> None:
     spec = tiny(ANIMATE)

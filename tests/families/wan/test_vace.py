@@ -45,10 +45,11 @@ def inputs(spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tens
     [
         Speed(),
         Speed(text_kept=True, fused=True, paired=True),
-        pytest.param(Speed(compiled=True), marks=pytest.mark.compiler),
+        Speed(compiled=True),
     ],
     ids=["plain", "all", "compiled"],
 )
+@pytest.mark.usefixtures("traced")
 @torch.no_grad()
 def test_predictions_equal_diffusers(speed: Speed, tiny: Tiny) -> None:
     spec = tiny("wan2.1-vace")
