@@ -73,8 +73,21 @@
     }
   };
 
+  // Kinds of control frames whose model is not installed cannot be chosen.
+  const showMissing = (missing) => {
+    const select = $("#preprocess"), note = $("#preprocess-missing");
+    if (!select || !note) return;
+    for (const option of select.options) {
+      const off = option.value in missing;
+      if (option.disabled !== off) option.disabled = off;
+    }
+    write(note.querySelector("span"), Object.values(missing).join(" "));
+    hide(note, !Object.keys(missing).length);
+  };
+
   // The plan of the form; `null` without a control video.
   tandem.plannedControl = (control) => {
+    if (control) showMissing(control.missing);
     if (control?.key !== planned?.key) {
       stop();
       clearTimeout(resting);

@@ -32,9 +32,18 @@ from runtime.models.catalogue import (
     transformer_files,
 )
 from runtime.models.hub.client import hub_of
-from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, downloaded, partial_bytes, source_of
+from runtime.models.hub.download import (
+    Download,
+    DownloadPlan,
+    DownloadProgress,
+    bytes_in,
+    downloaded,
+    partial_bytes,
+    source_of,
+)
 from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
+from runtime.models.preprocessors import PUBLISHED, PublishedPreprocessor, folder_of_preprocessor
 from runtime.models.registry import family_of, read_spec
 from runtime.models.single_file import expert_of
 from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
@@ -80,6 +89,11 @@ def show_models() -> dict[str, Any]:
     for spec in enlarging:
         size = byte_size(_upscaler(spec)["bytes"])
         rows.append((spec.name, spec.title, size, "yes", "", f"upscales {spec.vae.scale_factor_spatial} times"))
+    makers = [_preprocessor(model, loaded.weights_dir) for model in PUBLISHED]
+    for maker in makers:
+        installed = "yes" if maker["here"] else "no"
+        about = f"makes control frames: {maker['kind']}"
+        rows.append((maker["name"], maker["title"], byte_size(maker["bytes"]), installed, "", about))
     terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
     terminal.line(f"Details of a model: `{program()} models show NAME`.")
     return {
@@ -87,6 +101,7 @@ def show_models() -> dict[str, Any]:
         "parts": parts,
         "decoders": [_decoder(spec) for spec in frame_decoders],
         "upscalers": [_upscaler(spec) for spec in enlarging],
+        "preprocessors": makers,
     }
 
 
@@ -134,6 +149,19 @@ def _decoder(spec: ModelSpec) -> dict[str, Any]:
         "bytes": stored_bytes(spec),
         "latent_channels": spec.vae.z_dim,
         "stride": spec.vae.scale_factor_spatial,
+    }
+
+
+def _preprocessor(model: PublishedPreprocessor, weights_dir: Path) -> dict[str, Any]:
+    folder = folder_of_preprocessor(model.name, weights_dir)
+    return {
+        "name": model.name,
+        "title": model.title,
+        "kind": model.kind,
+        "license": model.license,
+        "repositories": [part.repository for part in model.parts],
+        "here": folder.is_dir(),
+        "bytes": bytes_in(folder) if folder.is_dir() else model.size,
     }
 
 

@@ -5,6 +5,7 @@ What was used least recently goes first.
     quantized/      weights after quantization, an entry for each transformer
     compiled/       code that Inductor, Triton and FlashAttention 4 compiled
     latent_colors/  the map from latents to colors of previews, a file for each VAE
+    control_frames/ depth and poses of control videos, a file for each clip
 
 They can be deleted at any time. Engines have a limit of their own, which is a setting.
 """
@@ -29,7 +30,9 @@ QUANTIZED = DiskCache("quantized", 64 * 10**9)
 COMPILED = DiskCache("compiled", 4 * 10**9)
 # A file takes 4 KB for 16 channels, and 150 KB for 128.
 LATENT_COLORS = DiskCache("latent_colors", 10**7)
-DISK_CACHES = (QUANTIZED, COMPILED, LATENT_COLORS)
+# Depth of 81 frames of 832×480 takes 32 MB, poses three times as much.
+CONTROL_FRAMES = DiskCache("control_frames", 4 * 10**9)
+DISK_CACHES = (QUANTIZED, COMPILED, LATENT_COLORS, CONTROL_FRAMES)
 
 
 class Entry(NamedTuple):

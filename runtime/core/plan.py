@@ -35,6 +35,7 @@ from runtime.core.images import (
 from runtime.core.keyframes import first_frame, latent_at
 from runtime.core.loras import LoraUse
 from runtime.core.messages.components import title_of
+from runtime.core.preprocessors import PreprocessorUse
 from runtime.core.request import (
     AUTO,
     CONTROL_FIELDS,
@@ -365,6 +366,7 @@ class ResolvedRequest(FrozenModel):
         references: images of what the video shows.
         control_scale: how much the video follows them, for each block that reads them or one for all.
         preprocess: what is made of the control video, of `request.PREPROCESSING`.
+        preprocessor: the model that makes it; `None` if none does.
     """
 
     prompt: str
@@ -409,6 +411,7 @@ class ResolvedRequest(FrozenModel):
     references: tuple[ImageUse, ...] = ()
     control_scale: tuple[float, ...] = CONTROL_SCALE
     preprocess: str = OFF
+    preprocessor: PreprocessorUse | None = None
 
     @property
     def images(self) -> Mapping[str, ImageUse]:
@@ -737,7 +740,8 @@ class ExecutionPlan(ResolvedRequest):
 
         Preferences, such as backends and attention, are those of the request.
         """
-        resolved = {name: getattr(self, name) for name in ResolvedRequest.model_fields}
+        fields = (name for name in ResolvedRequest.model_fields if name != "preprocessor")
+        resolved = {name: getattr(self, name) for name in fields}
         used = self.request.to_json() | resolved
         used |= {"offload": self.strategy.offload, "quantization": self.strategy.quantization, "gpus": self.gpus}
         used["loras"] = [vars(use.requested()) for use in self.loras]
@@ -786,6 +790,7 @@ class ExecutionPlan(ResolvedRequest):
             "keyframes": dict(self.keyframe_places),
             "video": None if self.video is None else self.video.summary(),
             "control": {key: use.summary() for key, use in self.inputs.items() if field_of(key) in CONTROL_FIELDS},
+            **({} if self.preprocessor is None else {"preprocessor": self.preprocessor.summary()}),
             "parts": [part.model_dump() for part in self.parts],
             "looping": self.looping,
             "sound": self.sound,

@@ -38,6 +38,7 @@ from runtime.core.events import (
 )
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
+from runtime.core.preprocessors import PREPROCESSOR
 
 # The first step includes warm-up; it is left out of the median from this many steps on.
 _STEPS_FOR_MEDIAN = 3
@@ -224,7 +225,8 @@ class Pace:
             loading = (took + now - self.began, forecast + _load_forecast(self.plan, self.part))
             pace = replace(pace, loaded=pace.loaded | {self.part}, loading=loading)
         part = event.part or _COMPONENT.get(event.stage)
-        if event.stage in {"encode", "denoise", "decode"} and part is not None and part not in pace.loaded:
+        runs = event.stage in {"encode", "denoise", "decode"}
+        if runs and part is not None and part in self.plan.components and part not in pace.loaded:
             # It was in memory already, so the other components that stay loaded are too.
             stay = {name for name in self.plan.components if self.plan.strategy.keeps(name)}
             pace = replace(pace, loaded=pace.loaded | stay | {part})
@@ -432,6 +434,8 @@ class Progress:
             part = self.plan.title(self.part)
             part = part if part.startswith("VAE") else part.lower()
             return f"{title} for the {part}" if self.stage == "build" else f"{title} the {part}"
+        if self.stage == "encode" and self.part == PREPROCESSOR:
+            return "Making control frames"
         if self.stage == "encode" and self.part in _IMAGE_PARTS:
             return "Reading the image" if self.plan is None or self.plan.video is None else "Reading the video"
         return title

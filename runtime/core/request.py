@@ -133,8 +133,18 @@ CONTROL_FIELDS = ("control", "face", "background", "mask", "references")
 CONTROL_VIDEOS = ("control", "face", "background", "mask")
 # What else is asked for with them.
 CONTROL_OPTIONS = ("control_scale", "preprocess", "control_start", "outpaint", "overlap")
-# What frames of a control video are made of those of its file.
-PREPROCESSING: Final = {OFF: "As it is", "edges": "Edges", "scribble": "Scribble", "gray": "Gray", "blur": "Blurred"}
+# What frames of a control video are made of those of its file; the last two by a model that is downloaded for them.
+DEPTH, POSE = "depth", "pose"
+PREPROCESSING: Final = {
+    OFF: "As it is",
+    "edges": "Edges",
+    "scribble": "Scribble",
+    "gray": "Gray",
+    "blur": "Blurred",
+    DEPTH: "Depth",
+    POSE: "Poses",
+}
+BY_MODEL: Final = (DEPTH, POSE)
 # Frames that a segment of a clip shares with the one before.
 OVERLAP, OVERLAPS = "1", {"1": "1 frame", "5": "5 frames"}
 # JSON and browsers keep integers exact up to here.
@@ -863,8 +873,9 @@ class GenerationRequest(FrozenModel):
         str,
         Choice(
             label="Control from it",
-            help="Steer the video with what is made of the control video: its edges, a scribble of it, or its frames "
-            "in gray or blurred. With a mask, where it is white.",
+            help="Steer the video with what is made of the control video: its edges, a scribble of it, its frames in "
+            "gray or blurred, or, with a model that is downloaded for it, its depth or the poses of people. With a "
+            "mask, where it is white.",
             group="image",
             flag="--preprocess",
             unset=OFF,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime.core.disk_caches import COMPILED, DISK_CACHES, LATENT_COLORS, QUANTIZED, bytes_in
+from runtime.core.disk_caches import COMPILED, CONTROL_FRAMES, DISK_CACHES, LATENT_COLORS, QUANTIZED, bytes_in
 from runtime.core.environment import quoted
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact, render
@@ -140,7 +140,12 @@ def _engines_folder(cache_dir: Path, engines_dir: Path) -> Iterator[Finding]:
 
 
 def _disk_caches(cache_dir: Path) -> Iterator[Finding]:
-    names = {QUANTIZED: "Quantized weights", COMPILED: "Compiled code", LATENT_COLORS: "Colors of previews"}
+    names = {
+        QUANTIZED: "Quantized weights",
+        COMPILED: "Compiled code",
+        LATENT_COLORS: "Colors of previews",
+        CONTROL_FRAMES: "Control frames",
+    }
     for cache in DISK_CACHES:
         folder = cache_dir / cache.name
         if folder.is_dir():

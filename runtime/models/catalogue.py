@@ -13,6 +13,7 @@ from runtime.core.disk_caches import bytes_in
 from runtime.core.errors import ModelError, OutputError, TandemError
 from runtime.models import single_file
 from runtime.models.folder import read_config
+from runtime.models.preprocessors import PREPROCESSORS
 from runtime.models.registry import FAMILIES, KnownModel, family_of, is_component, published_models, read_spec
 from runtime.models.single_file import LORAS, UPSCALERS, assemble
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
@@ -20,6 +21,8 @@ from runtime.models.stored_weights import WeightFiles
 
 EMBEDDED = Path(__file__).parent / "embedded"
 _BYTES_PER_WEIGHT = 4
+# Folders of the weights folder that are no models of videos.
+_OTHERS = frozenset({LORAS, UPSCALERS, PREPROCESSORS})
 # Of text encoders, image encoders, VAEs and upsamplers, in ComfyUI.
 _PART_FOLDERS = ("text_encoders", "clip", "clip_vision", "vae", "latent_upscale_models")
 # Why a folder does not fit that lacks a component.
@@ -291,7 +294,7 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
     for folder in sorted(weights_dir.iterdir()) if weights_dir.is_dir() else ():
         name = folder.name
         of_files = not any(folder.glob("*/*.json")) and bool(single_file.weight_files_in(folder))
-        if not name.startswith(".") and name not in {LORAS, UPSCALERS, *usable} and folder.is_dir() and not of_files:
+        if not name.startswith(".") and name not in {*_OTHERS, *usable} and folder.is_dir() and not of_files:
             try:
                 read_spec(folder, name)
             except TandemError as error:

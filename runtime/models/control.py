@@ -9,6 +9,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import InvalidRequestError
 from runtime.core.images import parse_boxes
 from runtime.core.request import (
+    BY_MODEL,
     CONTROL_FIELDS,
     CONTROL_SCALE,
     CONTROL_VIDEOS,
@@ -17,6 +18,7 @@ from runtime.core.request import (
     GenerationRequest,
 )
 from runtime.models.images import all_models, find_image
+from runtime.models.preprocessors import find_preprocessor, missing_model
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import find_picture, find_video, frames_taken
 
@@ -48,6 +50,7 @@ def with_control(
 
     Raises:
         InvalidRequestError: see `check_control`; or if one cannot be read, or a video ends before its start.
+        ModelError: if the model that makes control frames cannot be used.
         MachineError: if there is no ffmpeg, or the process that decodes images does not start.
         OutputError: if the disk is too full for a copy.
     """
@@ -66,6 +69,9 @@ def with_control(
     videos |= {} if boxes is None else {_MASK: boxes}
     taken = replace(spec.control_input, overlap=int(request.overlap))
     references = tuple(find_image(file, _REFERENCES, cache_dir, keep=keep, check=check) for file in request.references)
+    if request.preprocess in BY_MODEL:
+        preprocessor = find_preprocessor(request.preprocess, weights_dir, cache_dir, check)
+        spec = replace(spec, preprocessor=preprocessor)
     return replace(spec, control_input=taken, references=references, outpaint=request.outpaint, **videos)
 
 
@@ -75,7 +81,8 @@ def check_control(spec: ModelSpec, request: GenerationRequest, weights_dir: Path
     Raises:
         InvalidRequestError: if the model is not steered by it or needs something else, there is a mask without the
             video that it changes, or that video without a mask where the model needs one, there is a preprocessing, a
-            start or borders without a control video, or the number of scales is not that of the model's control blocks.
+            start or borders without a control video, the number of scales is not that of the model's control blocks, or
+            the model that makes the control frames is not installed.
     """
     used_fields = [field for field in CONTROL_FIELDS if getattr(request, field)]
     used_fields += [] if request.control_scale == CONTROL_SCALE else [_SCALE]
@@ -111,6 +118,9 @@ def check_control(spec: ModelSpec, request: GenerationRequest, weights_dir: Path
         raise InvalidRequestError(field, _ALONE[field])
     if request.preprocess != OFF and request.mask is None and any(request.outpaint):
         raise InvalidRequestError(_PREPROCESS, "control.preprocess_kept")
+    missing = missing_model(request.preprocess, weights_dir) if request.preprocess in BY_MODEL else None
+    if missing is not None:
+        raise missing
 
 
 def _takes(spec: ModelSpec, field: str) -> bool:

@@ -2,24 +2,30 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from PIL import Image
 
 from runtime.core.cancel import never
 from runtime.core.images import BoxMask, VideoUse, part_within
 from runtime.core.plan import ResolvedRequest
-from runtime.core.request import OFF
+from runtime.core.request import BY_MODEL, OFF
 from runtime.models.images import open_image
+from runtime.models.made_frames import MadeFrames, picture_of
 from runtime.models.videos import clip_frames
 from runtime.video.images import fitted
-from runtime.video.preprocessing import CHANGED, UNKNOWN, changes_of, control_frame
+from runtime.video.preprocessing import CHANGED, UNKNOWN, changes_of, control_frame, within_mask
 
 Settings = TypeVar("Settings", bound=ResolvedRequest)
 
 
 def control_frames(
-    settings: ResolvedRequest, check: Callable[[], None] = never, every: int = 1
+    settings: ResolvedRequest,
+    check: Callable[[], None] = never,
+    every: int = 1,
+    made: np.ndarray | None = None,
 ) -> Iterator[tuple[Image.Image, Image.Image | None]]:
     """Yield the control frames of a clip, RGB, each with where it changes: 255 there, else 0; `None` for everywhere.
 
@@ -29,6 +35,7 @@ def control_frames(
         settings: of a clip that has a control video.
         check: see `models.images.with_images`.
         every: 1 for all frames, 2 for every other one.
+        made: what a model made of them, see `MadeFrames`; without it, frames for a model stay as they are.
 
     Raises:
         InvalidRequestError: if the control video or the mask cannot be read, or has fewer frames by now.
@@ -43,11 +50,24 @@ def control_frames(
     elif mask is not None:
         masks = itertools.repeat(still_mask(shown, check))
     video = clip_frames(settings.control, shown, "control", check)
-    for frame, changing in itertools.islice(zip(video, masks, strict=False), 0, None, every):
+    numbered = zip(itertools.count(), video, masks, strict=False)
+    for number, frame, changing in itertools.islice(numbered, 0, None, every):
         check()
-        made = frame if settings.preprocess == OFF else control_frame(frame, settings.preprocess, changing)
+        shown_frame = _of_control(frame, changing, settings.preprocess, None if made is None else made[number])
         changes = None if changing is None else changes_of(changing)
-        yield (made, changes) if shown is settings else _outpainted(made, changes, settings)
+        yield (shown_frame, changes) if shown is settings else _outpainted(shown_frame, changes, settings)
+
+
+def _of_control(frame: Image.Image, mask: Image.Image | None, kind: str, made: np.ndarray | None) -> Image.Image:
+    """Return the control frame of a frame; see `control_frames` for `made`, which is of this frame."""
+    if kind == OFF or (kind in BY_MODEL and made is None):
+        return frame
+    return control_frame(frame, kind, mask) if made is None else within_mask(picture_of(made), frame, mask)
+
+
+def made_frames(settings: ResolvedRequest, cache_dir: Path) -> MadeFrames | None:
+    """Return where the control frames are that a model makes of a clip; `None` if none does."""
+    return None if settings.preprocessor is None else MadeFrames(within_borders(settings)[0], cache_dir)
 
 
 def still_mask(settings: ResolvedRequest, check: Callable[[], None] = never) -> Image.Image:

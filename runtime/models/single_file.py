@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.core.errors import ModelError, TandemError
+from runtime.models.preprocessors import PREPROCESSORS
 from runtime.models.registry import (
     FAMILIES,
     KnownModel,
@@ -77,7 +78,9 @@ def listed(weights_dir: Path) -> dict[str, Path]:
     folders = [weights_dir, *sorted(path for path in weights_dir.glob("[!.]*") if path.is_dir())]
     for folder in folders:
         if folder != weights_dir and (
-            folder.name in {LORAS, UPSCALERS} or any(folder.glob("*.json")) or any(folder.glob("*/*.json"))
+            folder.name in {LORAS, UPSCALERS, PREPROCESSORS}
+            or any(folder.glob("*.json"))
+            or any(folder.glob("*/*.json"))
         ):
             continue
         for path in weight_files_in(folder):

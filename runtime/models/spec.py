@@ -15,6 +15,7 @@ from pydantic import Field
 
 from runtime.core.images import NO_BORDERS, BoxMask, ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
+from runtime.core.preprocessors import PreprocessorUse
 from runtime.core.request import (
     CONTROL_VIDEOS,
     FINISHERS,
@@ -522,6 +523,7 @@ class ModelSpec:
         control_input: how it is steered by a control video; `None` if it cannot.
         control, face, background, mask, references: what steers the video of one request, see
             `models.control.with_control`.
+        preprocessor: the model that makes control frames of one request, see `models.preprocessors`.
         outpaint: what is added around the control video of one request, see `core.images.Borders`.
         extend: the video that one request continues, see `models.videos.with_extended`; `image` is its last frame.
         extend_frames: how many of its last frames the new part begins with.
@@ -581,6 +583,7 @@ class ModelSpec:
     background: VideoUse | None = None
     mask: VideoUse | ImageUse | BoxMask | None = None
     references: tuple[ImageUse, ...] = ()
+    preprocessor: PreprocessorUse | None = None
     outpaint: tuple[float, ...] = NO_BORDERS
     extend: VideoUse | None = None
     extend_frames: int = 1

@@ -334,6 +334,7 @@ def identity(stamps: Stamps, plan: ExecutionPlan) -> str:
     clip = {name: value for name, value in plan.request_json().items() if name not in excluded}
     clip |= {field: use.digest for field, use in plan.inputs.items()}
     clip |= {"mask": plan.mask.digest} if plan.mask else {}
+    clip |= {"preprocessor": plan.preprocessor.digest} if plan.preprocessor else {}
     clip |= {"mag_ratios": dict(plan.mag_ratios)} if plan.mag_ratios else {}
     return hashlib.sha256(json.dumps([clip, dict(stamps)], sort_keys=True).encode()).hexdigest()
 

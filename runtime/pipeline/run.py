@@ -22,12 +22,13 @@ from runtime.pipeline.checkpoint import CheckpointFolder
 from runtime.pipeline.history_file import HistoryFile, measure_attention
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.oom_retry import with_oom_retry
+from runtime.pipeline.preprocessing import make_control_frames
 from runtime.pipeline.previews import Previews
 from runtime.pipeline.run_context import Emit, RunContext
 from runtime.pipeline.section_stages import encode_section_images, finished_parts, join_sections, make_sections
 from runtime.pipeline.segment_stages import finished_segments, make_segments
 from runtime.pipeline.stages import decode_and_save, denoise_latents, encode_given, encode_prompt
-from runtime.planner import interpolation, upscaling
+from runtime.planner import interpolation, preprocessing, upscaling
 from runtime.video.interpolation import check_interpolator
 from runtime.video.mp4 import check_output, sweep
 
@@ -105,6 +106,8 @@ def _generate(context: RunContext, options: JobOptions) -> VideoSaved:
         context.warn(warning)
     context.resume()
     context.build_engines()
+    if context.conditioning is None and plan.preprocessor is not None:
+        with_oom_retry(context, partial(make_control_frames, context))
     context.load_ahead()
     if context.conditioning is None:
         conditioning, section = with_oom_retry(context, partial(encode_prompt, context)), None
@@ -161,5 +164,7 @@ def _add_to_history(history: HistoryFile, planned: ExecutionPlan, context: RunCo
     if context.plan.upscaling is not None:
         seconds = timings["upscale"]
         history.add([upscaling.run_of(context.plan, context.spec, history.machine, seconds, loaded=loaded)])
+    if context.preprocess_seconds:
+        history.add([preprocessing.run_of(context.plan, history.machine, context.preprocess_seconds, loaded=loaded)])
     if context.compiled:
         history.add_compilation(context.plan, context.spec, context.compiled_seconds, context.compiled_graphs)

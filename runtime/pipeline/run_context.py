@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from runtime.core.cancel import Cancel
@@ -66,6 +67,8 @@ class RunContext:
         section: progress of a video that is made in sections; `None` before its images are encoded.
         section_files: where its finished sections, or segments, are; `None` for another video.
         segments_done: finished segments of a video that is made in several.
+        control_frames: what a model made of the control video, see `preprocessing.make_control_frames`; `None` if none
+            does, or before that. `preprocess_seconds` is how long it took in this run; 0 if they were in the cache.
         progress_at: time of the last change of `conditioning` or `sampling`, from `time.perf_counter`.
         earlier: facts about earlier runs of the job, see `VideoSaved`.
         counts_for_history: whether the run is a whole job with one plan, so that the history gets its timings.
@@ -103,6 +106,8 @@ class RunContext:
         self._ready: set[str] = set()
         self.section_files: SectionFiles | None = None
         self.segments_done = 0
+        self.control_frames: np.ndarray | None = None
+        self.preprocess_seconds = 0.0
         if spec.section is not None or plan.sections > 1:
             # Without a folder for the job's progress, until the end of the run.
             folder = checkpoints.path if checkpoints else self._engines_in_use.enter_context(video_scratch(plan.output))
@@ -139,6 +144,11 @@ class RunContext:
     def folder(self) -> Path | None:
         """The folder of the job's progress; `None` if it is not saved."""
         return None if self._folder is None else self._folder.path
+
+    def cache_folder(self) -> Path:
+        """Return the cache; without one, a folder that is removed at the end of the run."""
+        cache = self.residency.cache_dir
+        return cache or self._engines_in_use.enter_context(video_scratch(self.plan.output))
 
     @property
     def step(self) -> int:

@@ -21,7 +21,7 @@ from runtime.core.facts import Fact
 from runtime.core.images import VideoUse, field_of
 from runtime.core.plan import ExecutionPlan
 from runtime.core.prompt_weights import read_weights
-from runtime.core.request import NO_NAG, OFF, SOUND_DECODERS
+from runtime.core.request import BY_MODEL, NO_NAG, OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import (
     ControlClip,
@@ -36,6 +36,7 @@ from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.control_frames import still_mask, within_borders
 from runtime.models.images import open_image
+from runtime.models.made_frames import picture_of
 from runtime.models.sections import Segment
 from runtime.models.spec import CONNECTORS, IMAGE_ENCODER, LATENT_UPSAMPLER, VAE_ENCODER, ModelSpec
 from runtime.models.timed_prompts import section_prompts
@@ -61,7 +62,7 @@ from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
 from runtime.video.images import fitted
-from runtime.video.preprocessing import CHANGED, UNKNOWN, control_frame
+from runtime.video.preprocessing import CHANGED, UNKNOWN, control_frame, within_mask
 from runtime.video.reader import COLORS
 from runtime.video.recompression import recompressed
 
@@ -221,7 +222,8 @@ def encode_control(context: RunContext, conditioning: Conditioning) -> Condition
     """Return the conditioning with the latents of what steers the plan's video."""
     spec = context.spec
     context.current = ("load", VAE_ENCODER)
-    clip = control_clip(context.plan, context.cancel.check, context.warn, _segment_of(context, 0))
+    segment = _segment_of(context, 0)
+    clip = control_clip(context.plan, context.cancel.check, context.warn, segment, made=context.control_frames)
     conditioning = _with_embeddings(context, conditioning, clip.references)
     context.current = ("load", VAE_ENCODER)
     with context.residency.video_encoder(spec, context) as vae, context.metrics.encoder(VAE_ENCODER):
@@ -275,8 +277,13 @@ def control_clip(
     warn: Callable[[Fact], None] | None = None,
     segment: Segment | None = None,
     before: torch.Tensor | None = None,
+    made: np.ndarray | None = None,
 ) -> ControlClip:
-    """Read what steers a plan's video, or a segment of it; see `video_frames` and `ControlClip`."""
+    """Read what steers a plan's video, or a segment of it; see `video_frames` and `ControlClip`.
+
+    Args:
+        made: what a model made of the frames of its control video, if the plan has one for them.
+    """
     numbers = range(plan.frames) if segment is None else segment.sources
     references = [open_image(use, "references", check) for use in plan.references]
     if plan.face is not None:
@@ -291,7 +298,7 @@ def control_clip(
     if warn is not None and clip.changes is not None and background is None:
         _warn_of_mask(clip.changes, plan, warn)
     if plan.preprocess != OFF:
-        _preprocess(clip, plan.preprocess, check)
+        _preprocess(clip, plan.preprocess, check, None if made is None else (made[number] for number in numbers))
     if any(plan.outpaint):
         clip = _outpainted(clip, inside, plan)
     if plan.face is None and (plan.extend is not None or plan.images):
@@ -354,13 +361,22 @@ def given_frames(plan: ExecutionPlan, check: Callable[[], None] = never) -> tupl
     return first, last
 
 
-def _preprocess(clip: ControlClip, kind: str, check: Callable[[], None]) -> None:
-    """Replace the frames of a control video by control frames where they change; see `video.preprocessing`."""
+def _preprocess(
+    clip: ControlClip, kind: str, check: Callable[[], None], made: Iterator[np.ndarray] | None = None
+) -> None:
+    """Replace the frames of a control video by control frames where they change; see `video.preprocessing`.
+
+    Args:
+        made: of each frame, what a model made of it; `None` if no model does.
+    """
     assert clip.video is not None
-    for number, frame in enumerate(clip.video):
+    assert (made is not None) == (kind in BY_MODEL)
+    for number, pixels in enumerate(clip.video):
         check()
+        frame = fromarray(pixels.numpy())
         mask = None if clip.mask is None else fromarray(clip.mask[number].numpy())
-        clip.video[number] = torch.from_numpy(np.array(control_frame(fromarray(frame.numpy()), kind, mask)))
+        picture = control_frame(frame, kind, mask) if made is None else within_mask(picture_of(next(made)), frame, mask)
+        clip.video[number] = torch.from_numpy(np.array(picture))
 
 
 def video_frames(

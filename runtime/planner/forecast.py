@@ -456,6 +456,21 @@ def _on_cpu(operations: float, machine: Machine) -> Seconds:
     return Seconds(likely, _CPU[0] * likely, _CPU[1] * likely)
 
 
+def network_seconds(operations: float, device: str, machine: Machine) -> Seconds:
+    """Estimate how long a small network takes in PyTorch, in float32.
+
+    Args:
+        operations: of all calls.
+        device: a torch device.
+    """
+    if device == "cpu":
+        return _on_cpu(operations, machine)
+    rate, _, slower, known_gpu = _rates(machine.gpu_of(device), "float32")
+    likely = operations / (_DECODE_SHARE["float32"] * slower * rate)
+    low, high = _KNOWN_GPU if known_gpu else _OTHER_GPU
+    return Seconds(likely, low * likely, high * likely)
+
+
 def decode_seconds(spec: ModelSpec, operations: float, dtype: str, device: str, machine: Machine) -> Seconds:
     """Estimate decoding latents in PyTorch, uncompiled, with the weights on the device.
 

@@ -49,6 +49,7 @@ from runtime.planner.history import History, calls_of
 from runtime.planner.interpolation import with_interpolation
 from runtime.planner.memory_model import DTYPE_BYTES
 from runtime.planner.placement import place
+from runtime.planner.preprocessing import with_preprocessor
 from runtime.planner.strategies import decide
 from runtime.planner.upscaling import with_upscaler
 
@@ -111,7 +112,8 @@ def resolve(
         context = context._replace(others=())
     machine = seen_from(context.machine, context.gpu)
     plan = with_interpolation(_on_most_gpus(request, spec, context), spec, machine, context.offers, context.history)
-    return with_upscaler(plan, spec, machine, context.offers, context.history)
+    plan = with_upscaler(plan, spec, machine, context.offers, context.history)
+    return plan if plan.preprocessor is None else with_preprocessor(plan, machine, context.history)
 
 
 def _builds_by_default(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> bool:
@@ -474,6 +476,7 @@ def _plan(
         references=spec.references,
         control_scale=request.control_scale,
         preprocess=request.preprocess,
+        preprocessor=spec.preprocessor,
         stages=request.stages,
         request=request,
         model_directory=spec.location,

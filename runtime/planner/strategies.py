@@ -14,6 +14,7 @@ from runtime.core.estimates import MemoryStrategy, Seconds, StageMemory, Strateg
 from runtime.core.events import OutOfMemory, Stage
 from runtime.core.facts import Fact
 from runtime.core.plan import PYTORCH, ExecutionPlan, Speed
+from runtime.core.preprocessors import PREPROCESSOR
 from runtime.core.request import AUTO, FINISHERS
 from runtime.core.tiles import times_decoded
 from runtime.models.quantization import FP8
@@ -525,6 +526,7 @@ def _with(
         for name, part in plan.components.items()
     }
     finishing = [stage for stage in plan.memory if stage.component in FINISHERS]
+    preprocessing = [stage for stage in plan.memory if stage.component == PREPROCESSOR]
     speed = with_less_memory(plan.speed, strategy.offload, strategy.quantization)
     workload = replace(workload, text_bytes=speed.text_bytes, working_sets=memory_model.working_sets(speed))
     return plan.replace(
@@ -536,7 +538,7 @@ def _with(
         decode_flops=plan.decode_flops
         * times_decoded(*plan.latent_shape[3:], strategy.decode_tile)
         / times_decoded(*plan.latent_shape[3:], plan.strategy.decode_tile),
-        memory=(*memory_model.stages(workload, strategy), *finishing),
+        memory=(*preprocessing, *memory_model.stages(workload, strategy), *finishing),
         seconds={
             name: seconds if name in {"load", "compile"} else seconds * slowdown
             for name, seconds in plan.seconds.items()

@@ -7,6 +7,7 @@ from pathlib import Path
 from runtime.core.cancel import never
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
+from runtime.core.preprocessors import PreprocessorUse
 from runtime.core.request import AUTO, CONTROL_FIELDS, CONTROL_VIDEOS, GenerationRequest
 from runtime.core.templates import is_template, literal
 from runtime.engines.builders import BUILDERS
@@ -101,6 +102,7 @@ class JobReplanner:
                 video=spec.video,
                 **{field: getattr(spec, field) for field in CONTROL_VIDEOS},
                 references=spec.references,
+                preprocessor=_moved(record.plan.preprocessor, spec.preprocessor),
                 loras=spec.loras,
             )
             moved = move_to_gpu(planned, gpu, machine, more_gpus)
@@ -176,7 +178,13 @@ def _has_same_inputs(plan: ExecutionPlan, spec: ModelSpec) -> bool:
         for source in (plan, spec)
     ]
     loras = [[(use.digest, use.weight, use.expert) for use in uses] for uses in (plan.loras, spec.loras)]
-    return loras[0] == loras[1] and inputs[0] == inputs[1]
+    makers = [None if source.preprocessor is None else source.preprocessor.digest for source in (plan, spec)]
+    return loras[0] == loras[1] and inputs[0] == inputs[1] and makers[0] == makers[1]
+
+
+def _moved(planned: PreprocessorUse | None, now: PreprocessorUse | None) -> PreprocessorUse | None:
+    """Return a plan's model of control frames where its folders are now."""
+    return planned if planned is None or now is None else planned.replace(folders=now.folders)
 
 
 def move_to_gpu(

@@ -21,6 +21,7 @@ from runtime.models.catalogue import known_as
 from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, Source, source_of
 from runtime.models.hub.files import verify
+from runtime.models.preprocessors import published_preprocessor
 from runtime.queue.views import TaskProgress
 
 # A thread that reads from a disk or host that does not answer ends with the process.
@@ -142,7 +143,8 @@ class ModelTasks:
     def _from_hub(self, kind: Literal["download", "look"], name: str) -> ModelTask:
         check_online(self._settings)
         source, model = source_of(name, None), known_as(name)
-        title = model.title if model else source.repository
+        maker = published_preprocessor(source.folder) if source.preprocessor else None
+        title = model.title if model else maker.title if maker else source.repository
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:

@@ -8,7 +8,7 @@ from PIL import Image
 
 from runtime.core.cancel import never
 from runtime.core.plan import ResolvedRequest
-from runtime.models.control_frames import control_frames
+from runtime.models.control_frames import control_frames, made_frames
 from runtime.models.videos import clip_frames
 from runtime.video.mp4 import VideoWriter
 
@@ -17,12 +17,15 @@ BEFORE = "before.mp4"
 _CRF = 20
 
 
-def make_before(settings: ResolvedRequest, folder: Path, check: Callable[[], None] = never) -> Path | None:
+def make_before(
+    settings: ResolvedRequest, folder: Path, check: Callable[[], None] = never, *, cache_dir: Path | None = None
+) -> Path | None:
     """Return the MP4 of a video's control frames, or of the video that it changes; `None` if it has neither.
 
     It has the size, the frames and the rate of the decoded video, and is kept in the job's folder.
 
     Args:
+        cache_dir: has the control frames that a model made; without them, the clip shows the control video.
         check: see `models.images.with_images`.
 
     Raises:
@@ -31,7 +34,7 @@ def make_before(settings: ResolvedRequest, folder: Path, check: Callable[[], Non
         OutputError: if the folder cannot be written.
     """
     target = folder / BEFORE
-    frames = _frames(settings, check)
+    frames = _frames(settings, cache_dir, check)
     if target.is_file() or frames is None:
         return target if frames is not None else None
     with VideoWriter(target, settings.width, settings.height, settings.fps, _CRF) as writer:
@@ -42,7 +45,11 @@ def make_before(settings: ResolvedRequest, folder: Path, check: Callable[[], Non
     return target
 
 
-def _frames(settings: ResolvedRequest, check: Callable[[], None]) -> Iterator[Image.Image] | None:
+def _frames(
+    settings: ResolvedRequest, cache_dir: Path | None, check: Callable[[], None]
+) -> Iterator[Image.Image] | None:
     if settings.control is not None:
-        return (frame for frame, _ in control_frames(settings, check))
+        place = None if cache_dir is None else made_frames(settings, cache_dir)
+        made = None if place is None else place.read()
+        return (frame for frame, _ in control_frames(settings, check, made=made))
     return None if settings.video is None else clip_frames(settings.video, settings, "video", check)

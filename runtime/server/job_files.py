@@ -199,7 +199,8 @@ class _JobFiles:
         if job is None or job.state != "done" or job.plan is None or folder is None:
             return _not_found()
         try:
-            clip = await self._before.run(request, "", 0, partial(make_before, job.plan, folder))
+            make = partial(make_before, job.plan, folder, cache_dir=self._settings.cache_dir)
+            clip = await self._before.run(request, "", 0, make)
         except TandemError as error:
             return PlainTextResponse(f"{error.what} {error.remedy}", 404, _PRIVATE)
         except ClientDisconnect:

@@ -20,7 +20,10 @@ from runtime.core.cancel import Cancel, CancelledError
 from runtime.core.errors import TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
-from runtime.models.control_frames import control_frames
+from runtime.core.request import BY_MODEL
+from runtime.models.control_frames import control_frames, made_frames
+from runtime.models.made_frames import MadeFrames
+from runtime.models.preprocessors import missing_model
 from runtime.models.spec import ModelSpec
 from runtime.server.gradio_requests import CONTROL, RefusedError, check_values, read_object
 from runtime.ui import form
@@ -37,12 +40,16 @@ _CHANGING, _OPACITY = (255, 92, 138), 0.5
 _PRIVATE = {"Cache-Control": "private, no-store"}
 
 
-def about(plan: ExecutionPlan) -> dict[str, Any] | None:
+def about(plan: ExecutionPlan, preview: PlanPreview) -> dict[str, Any] | None:
     """Return what the page shows at once of a plan's control frames; `None` if there are none.
+
+    Args:
+        preview: knows which models are installed, and what they made.
 
     Returns:
         `key`, which differs if the frames do; `frames`, how many there are, and `every`, the step between those that
-        are shown; `fps`; and `line`, which part of the video is used.
+        are shown; `fps`; `line`, which part of the video is used; and `missing`, why control frames of a kind cannot be
+        made, by kind.
     """
     use = plan.control
     if use is None:
@@ -51,13 +58,30 @@ def about(plan: ExecutionPlan) -> dict[str, Any] | None:
     data = {"frames": plan.frames, "fps": plan.fps, "start": start, "end": end, "seconds": use.seconds}
     code = "ui.control_part" if use.seconds is not None and end < use.seconds else "ui.control_to_end"
     mask = None if plan.mask is None else plan.mask.digest
-    depends = [use.digest, mask, plan.preprocess, plan.width, plan.height, plan.image_fit, plan.image_position, data]
+    place = _place(plan, preview)
+    is_made = place is None or place.read() is not None
+    line = page_text(Fact(code, data)).what
+    if not is_made:
+        line += f" {page_text(Fact('ui.control_made_later', {'kind': plan.preprocess})).what}"
+    missing = {kind: missing_model(kind, preview.weights_dir) for kind in BY_MODEL}
+    depends: list[Any] = [
+        use.digest,
+        mask,
+        plan.preprocess,
+        plan.width,
+        plan.height,
+        plan.image_fit,
+        plan.image_position,
+        data,
+    ]
+    depends += [is_made, None if plan.preprocessor is None else plan.preprocessor.digest]
     return {
         "key": hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16],
         "frames": plan.frames,
         "every": _every(plan),
         "fps": plan.fps,
-        "line": page_text(Fact(code, data)).what,
+        "line": line,
+        "missing": {kind: page_text(error.fact).what for kind, error in missing.items() if error is not None},
     }
 
 
@@ -113,10 +137,16 @@ class _Previews:
         plan = planned.plan
         if plan is None or plan.control is None:
             return
-        yield {"key": (about(plan) or {})["key"]}
-        every = _every(plan)
-        for number, (frame, changes) in enumerate(control_frames(plan, check, every)):
+        yield {"key": (about(plan, self._preview) or {})["key"]}
+        every, place = _every(plan), _place(plan, self._preview)
+        made = None if place is None else place.read()
+        for number, (frame, changes) in enumerate(control_frames(plan, check, every, made)):
             yield {"frame": number * every, "picture": picture(frame if changes is None else marked(frame, changes))}
+
+
+def _place(plan: ExecutionPlan, preview: PlanPreview) -> MadeFrames | None:
+    """Return where the frames are that a model makes of the control video; `None` if none does, or without a cache."""
+    return None if preview.cache_dir is None else made_frames(plan, preview.cache_dir)
 
 
 def _every(plan: ExecutionPlan) -> int:

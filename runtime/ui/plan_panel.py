@@ -612,7 +612,8 @@ def _duration(seconds: float) -> str:
 
 def _memory(plan: ExecutionPlan) -> Memory:
     peak = max(plan.memory, key=lambda stage: stage.peak_bytes)
-    on_gpu = plan.components[peak.component].device.startswith("cuda")
+    # What makes control frames is no component, and runs where the transformer does.
+    on_gpu = plan.components.get(peak.component, plan.components["transformer"]).device.startswith("cuda")
     working = peak.working_bytes + peak.overhead_bytes
     return Memory(peak.weights_bytes, working, plan.free_bytes, "video memory" if on_gpu else "memory")
 
@@ -675,7 +676,7 @@ class PreviewPanel:
             "field": summary.field,
             "problem": summary.problem,
             "size": None if plan is None else [plan.width, plan.height],
-            "control": None if plan is None else control_preview.about(plan),
+            "control": None if plan is None else control_preview.about(plan, self._preview),
             "state": state,
         }
 

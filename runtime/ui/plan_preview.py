@@ -93,7 +93,7 @@ class PlanPreview:
     Args:
         probe: returns the machine as a new job would find it.
         history: returns the measured durations of earlier jobs.
-        weights_dir: folder in which LoRAs are found by name.
+        weights_dir: folder in which LoRAs, and models of control frames, are found.
     """
 
     def __init__(
@@ -114,6 +114,16 @@ class PlanPreview:
         self._records: tuple[EngineRecord, ...] | None = None
         self._known: dict[tuple[object, ...], Offers] = {}
         self._identifying: dict[Path, threading.Thread] = {}
+
+    @property
+    def weights_dir(self) -> Path:
+        """The user's models."""
+        return self._weights_dir
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """The cache, if there is one."""
+        return self._engines.cache_dir
 
     def machine(self) -> Machine:
         """Return the machine as probed a few seconds ago at most."""

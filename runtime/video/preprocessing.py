@@ -23,7 +23,11 @@ _NEXT = ((0, 1), (1, 1), (1, 0), (1, -1))
 
 def control_frame(frame: Image.Image, kind: str, mask: Image.Image | None) -> Image.Image:
     """Return what `preprocessed` makes of a frame; of one with a mask, of mode L, where it changes."""
-    made = preprocessed(frame, kind)
+    return within_mask(preprocessed(frame, kind), frame, mask)
+
+
+def within_mask(made: Image.Image, frame: Image.Image, mask: Image.Image | None) -> Image.Image:
+    """Return what was made of a frame, where a mask of mode L changes it; without one, everywhere."""
     return made if mask is None else Image.composite(made, frame, changes_of(mask))
 
 
@@ -37,7 +41,7 @@ def preprocessed(frame: Image.Image, kind: str) -> Image.Image:
 
     Args:
         kind: "edges" are white lines on black (Canny), "scribble" thick black lines on white, "gray" is the brightness,
-            "blur" leaves colors and large shapes.
+            "blur" leaves colors and large shapes; none of `core.request.BY_MODEL`.
     """
     if kind == "blur":
         return frame.filter(ImageFilter.GaussianBlur(min(frame.size) / _PLACES / 2))

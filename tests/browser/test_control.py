@@ -126,6 +126,10 @@ def test_the_page_shows_what_the_model_sees_of_the_part_that_is_used(
     wait_for_frames(page, "9 frames: 1.8 to 2.9 s of 3.0 s.")
     assert value(page, "control_start") == 1.8 and brightness(page) > first + 80
     before = page.get_attribute(SEEN, "src")
+    # What needs a model that is not installed cannot be chosen.
+    assert page.is_disabled("#preprocess option[value=pose]") and page.is_visible(
+        "#preprocess-missing [data-get-models]"
+    )
     page.select_option("#preprocess", "edges")
     wait_for_another(page, before)
     wait_for_frames(page, "9 frames: 1.8 to 2.9 s of 3.0 s.")

@@ -214,7 +214,7 @@ def test_control_videos_are_refused_planned_and_followed(
             (["--extend", str(clip), "--frames", "9"], "planner.no_new_frames", {"given": 9, "able": 13}),
             (["--join", str(clip)], "source.join_alone", {"field": "join"}),
             (["--preprocess", "edges"], "control.preprocess_alone", {"field": "preprocess"}),
-            ([*control, "--preprocess", "depth"], "request.not_a_choice", {"field": "preprocess"}),
+            ([*control, "--preprocess", "normals"], "request.not_a_choice", {"field": "preprocess"}),
             ([*control, "--control-scale", "1,2,3"], "control.scales", {"field": "control_scale", "blocks": 2}),
             ([*control, "--control-scale", "much"], "request.not_numbers", {"field": "control_scale"}),
             ([*control, "--control-scale", "9"], "request.out_of_range", {"field": "control_scale"}),

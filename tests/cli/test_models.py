@@ -14,15 +14,18 @@ import pytest
 from runtime.cli.main import run
 from runtime.cli.models import describe, progress_text
 from runtime.core.facts import Fact, render
+from runtime.core.preprocessors import DEPTH_ESTIMATOR
 from runtime.core.units import byte_size
 from runtime.models.catalogue import known_as
 from runtime.models.hub.download import DownloadProgress
+from runtime.models.preprocessors import PUBLISHED
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import needs
 from tests.cli.refusals import check_refusals, refused
 from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.plans import machine
+from tests.preprocessor_files import save_depth
 
 KNOWN = "Wan2.1-T2V-1.3B-Diffusers"
 VAE = "vae/diffusion_pytorch_model.safetensors"
@@ -87,6 +90,21 @@ def test_a_published_model_is_downloaded_listed_planned_and_verified(
     _, text = answer(["models", "download", KNOWN], capsys)
     assert str(fact("cli.model_complete", model=KNOWN)) in text
     assert "License" not in text
+
+
+def test_a_model_of_control_frames_is_downloaded_listed_and_verified(
+    hub: LoopbackHub, few_models: None, cache_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, folder = PUBLISHED[0], save_depth(tmp_path / "published")
+    repository = model.parts[0].repository
+    hub.repositories[repository] = of_folder(folder / DEPTH_ESTIMATOR)
+    result, text = answer(["models", "download", model.name, "--yes"], capsys)
+    assert result["license"] == "Apache-2.0" and f"License: Apache-2.0. Text: {hub.address}/{repository}" in text
+    listed, _ = answer(["models", "list"], capsys)
+    rows: Any = listed["preprocessors"]
+    assert {row["name"]: row["here"] for row in rows} == {model.name: True, PUBLISHED[1].name: False}
+    verified, _ = answer(["models", "verify", model.name], capsys)
+    assert verified["ok"]
 
 
 def test_download_asks_first_and_can_be_declined(

@@ -92,7 +92,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "references": (None, IMAGE | st.lists(IMAGE, max_size=9)),
     "overlap": ("1", st.sampled_from(["1", "5", "2", 5, ""]) | JSON),
     "control_start": (0, st.sampled_from([0, 1.5, "2", -1, 1e9, "auto", ""]) | JSON),
-    "preprocess": ("off", st.sampled_from(["edges", "gray", "scribble", "blur", "depth", 1]) | JSON),
+    "preprocess": ("off", st.sampled_from(["edges", "gray", "scribble", "blur", "depth", "pose", "normals", 1]) | JSON),
     "control_scale": ("1", st.sampled_from([1, "1, 0.5", [0.5, 2], [], "", 5, -1, "1,", [[1]]]) | JSON),
     "sound": ("on", st.sampled_from(["on", "off", "lossless", True, ""]) | JSON),
     "image_position": ("center", st.sampled_from(["center", "top", "0.2,0.8"]) | JSON),

@@ -34,6 +34,7 @@ def killed(
     count: int = 1,
     prepare: Callable[[], None] = bool,  # type: ignore[assignment]  # does nothing
     engines: Path | None = None,
+    cache: Path | None = None,
 ) -> int:
     """Run a job until it is killed; return its exit code, -9 if it was killed in time.
 
@@ -42,8 +43,9 @@ def killed(
         rename: or just before the `count`th rename of a file whose name begins so.
         prepare: called first in its process.
         engines: the folder of the engines that it may use.
+        cache: the folder of the cache that it uses, if it may use engines.
     """
-    process = forking().Process(target=_run, args=(spec, plan, job, event, rename, count, prepare, engines))
+    process = forking().Process(target=_run, args=(spec, plan, job, event, rename, count, prepare, engines, cache))
     process.start()
     process.join(120)
     assert process.exitcode is not None
@@ -59,6 +61,7 @@ def _run(
     count: int,
     prepare: Callable[[], None],
     engines: Path | None,
+    cache: Path | None,
 ) -> None:
     prepare()
     left = count
@@ -80,6 +83,6 @@ def _run(
             hit()
 
     Path.replace = replacing  # type: ignore[method-assign,assignment]
-    service = None if engines is None else EngineService(EngineStore(engines, 10**10), probe(), None)
+    service = None if engines is None else EngineService(EngineStore(engines, 10**10), probe(), cache)
     with Residency(service) as residency:
         run_job(plan, spec, emit, Cancel(), residency, checkpoints=CheckpointFolder(job))

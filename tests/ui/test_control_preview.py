@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from runtime.core.plan import ExecutionPlan
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
+from runtime.models.control_frames import made_frames
 from runtime.models.images import keep_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_video
@@ -28,6 +30,7 @@ from runtime.ui.control_preview import MOST_FRAMES, about, marked
 from runtime.ui.formatting import page_text
 from runtime.ui.plan_preview import PlanPreview
 from tests.image_files import encoded, picture
+from tests.preprocessor_files import save_depth
 from tests.ui.test_form import GOOD
 from tests.video.test_reader import H264, make
 
@@ -37,7 +40,9 @@ class Page:
 
     def __init__(self, spec: ModelSpec, folder: Path) -> None:
         self.folder, self.spec, self.models = folder, spec, {spec.name: spec}
-        self.preview = PlanPreview(EngineService(EngineStore(folder / "engines", 10**9), probe(), folder), probe, tuple)
+        self.preview = PlanPreview(
+            EngineService(EngineStore(folder / "engines", 10**9), probe(), folder), probe, tuple, folder
+        )
         file = make(folder / "walk.mp4", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=96x48:rate=8:duration=3"))
         self.video = keep_video(file.read_bytes(), "walk.mp4", folder)
         self.client = TestClient(Starlette(routes=control_preview.routes(self.preview, self.models)))
@@ -70,7 +75,7 @@ def opened(line: dict[str, Any]) -> Image.Image:
 def test_the_frames_are_those_of_the_plan(page: Page) -> None:
     key, *frames = page.lines(control_start=1.0, preprocess="edges")
     plan = page.plan(control_start=1.0, preprocess="edges")
-    shown = about(plan)
+    shown = about(plan, page.preview)
     assert shown is not None and key == {"key": shown["key"]}
     assert [line["frame"] for line in frames] == list(range(9)) and (shown["frames"], shown["every"]) == (9, 1)
     assert {opened(line).size for line in frames} == {(64, 32)}
@@ -93,11 +98,11 @@ def test_a_set_of_frames_has_another_key_if_it_differs(page: Page) -> None:
         {}, {"control_start": 0.5}, {"preprocess": "gray"}, {"mask": mask.reference}, {"frames": 5}, {"width": 32},
         {"image_fit": "fit"}, {"image_position": 20}, {"fps": 6},
     ]  # fmt: skip
-    keys = [(about(page.plan(**values)) or {})["key"] for values in changes]
+    keys = [(about(page.plan(**values), page.preview) or {})["key"] for values in changes]
     assert len({*keys}) == len(changes)
-    same = about(page.plan(steps=7, seed="3", control_scale="0.5"))
+    same = about(page.plan(steps=7, seed="3", control_scale="0.5"), page.preview)
     assert same is not None and same["key"] == keys[0]
-    assert about(page.plan(control="")) is None
+    assert about(page.plan(control=""), page.preview) is None
 
 
 def test_the_line_names_the_part_that_is_used(page: Page) -> None:
@@ -105,7 +110,7 @@ def test_the_line_names_the_part_that_is_used(page: Page) -> None:
         ({"control_start": 1.0}, "ui.control_part", {"frames": 9, "start": 1.0, "end": 2.125, "seconds": 3.0}),
         ({"control_start": 1.9, "frames": 9}, "ui.control_to_end", {"frames": 9, "start": 1.9}),
     ):
-        shown = about(page.plan(**values))
+        shown = about(page.plan(**values), page.preview)
         assert shown is not None and shown["line"] == page_text(Fact(code, data)).what
 
 
@@ -155,3 +160,23 @@ def test_what_changes_is_seen_through_a_color() -> None:
     changes.paste(255, (0, 0, 2, 2))
     seen = marked(frame, changes)
     assert seen.getpixel((3, 0)) == (0, 200, 0) != seen.getpixel((0, 0))
+
+
+def test_frames_of_a_model_are_shown_once_they_are_made(page: Page) -> None:
+    shown = about(page.plan(), page.preview)
+    assert shown is not None and set(shown["missing"]) == {"depth", "pose"}
+    refused = page.lines(preprocess="depth")
+    assert len(refused) == 1 and "Apache-2.0" in refused[0]["error"]
+    save_depth(page.folder)
+    plan = page.plan(preprocess="depth")
+    before, (key, *plain) = about(plan, page.preview), page.lines(preprocess="depth")
+    assert before is not None and set(before["missing"]) == {"pose"} and key == {"key": before["key"]}
+    assert [line["picture"] for line in plain] == [line["picture"] for line in page.lines()[1:]]
+    place = made_frames(plan, page.folder)
+    assert place is not None
+    place.write(np.full((32, 64), 20 * number, np.uint8) for number in range(9))
+    after, (key, *frames) = about(plan, page.preview), page.lines(preprocess="depth")
+    assert after is not None and key == {"key": after["key"]} != {"key": before["key"]}
+    assert len(after["line"]) < len(before["line"])
+    levels = [opened(line).convert("L").getpixel((32, 16)) for line in frames]
+    assert np.abs(np.array(levels) - 20 * np.arange(9)).max() < 4

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from runtime.core.request import GenerationRequest
+from runtime.core.preprocessors import DEPTH_ESTIMATOR
+from runtime.core.request import DEPTH, GenerationRequest
 from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import find, folders, known_as, known_models
 from runtime.models.hub.download import partial_bytes
+from runtime.models.preprocessors import PUBLISHED, find_preprocessor, missing_model
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import fit
 from runtime.queue.model_tasks import ModelTasks
@@ -29,6 +31,7 @@ from runtime.ui.plan_preview import PlanPreview
 from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.planner.test_table import H200, here
+from tests.preprocessor_files import save_depth
 from tests.thread_queue import RunningQueue
 from tests.ui.page_texts import UNKNOWN, line, message
 from tests.waiting import until
@@ -411,3 +414,19 @@ def test_the_shipped_model_cannot_be_deleted(shown: Shown) -> None:
     assert "More actions: Diorama" not in shown.view()
     assert "not in the models folder" in shown.press("delete", "diorama")["message"]
     assert find("diorama", shown.weights).is_downloaded
+
+
+def test_models_of_control_frames_are_downloaded_and_deleted(shown: Shown, tmp_path: Path) -> None:
+    model = PUBLISHED[0]
+    files = save_depth(tmp_path / "published") / DEPTH_ESTIMATOR
+    shown.hub.repositories[model.parts[0].repository] = of_folder(files)
+    absent = shown.card(model.name)
+    assert 'data-state="absent"' in absent and "<dd>Apache-2.0</dd>" in absent and "License: Apache-2.0." in absent
+    shown.press("download", model.name)
+    shown.settle()
+    assert find_preprocessor(DEPTH, shown.weights, None).license == "Apache-2.0"
+    card = shown.card(model.name)
+    assert 'data-state="installed"' in card and shown.view().count(f'data-model="{model.name}"') == 1
+    assert model.name in shown.view("delete", model.name)
+    assert missing_model(DEPTH, shown.weights) is not None and 'data-state="absent"' in shown.card(model.name)
+    assert UNKNOWN in shown.view("delete", model.name)

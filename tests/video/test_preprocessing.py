@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from runtime.core.request import OFF, PREPROCESSING
+from runtime.core.request import BY_MODEL, OFF, PREPROCESSING
 from runtime.video.preprocessing import preprocessed
 
 SIZE = (160, 96)
@@ -74,7 +74,7 @@ def test_gray_is_the_brightness_and_blur_keeps_colors() -> None:
     assert 4 <= (abs(np.diff(blurred[48, :, 0])) > 4).sum() < 30
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PREPROCESSING if kind != OFF])
+@pytest.mark.parametrize("kind", [kind for kind in PREPROCESSING if kind not in {OFF, *BY_MODEL}])
 @pytest.mark.parametrize("size", [(16, 16), (1, 2), (832, 480)])
 def test_frames_keep_their_size(kind: str, size: tuple[int, int]) -> None:
     assert preprocessed(Image.radial_gradient("L").convert("RGB").resize(size), kind).size == size

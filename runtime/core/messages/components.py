@@ -17,6 +17,7 @@ TITLES: Mapping[str, str] = {
     "frame_decoder": "Frame decoder",
     "interpolator": "Interpolator",
     "upscaler": "Upscaler",
+    "preprocessor": "Model of control frames",
 }
 # Of the programs of engines that are not a whole component.
 _PROGRAMS: Mapping[str, str] = {

@@ -391,6 +391,18 @@ _VIDEOS: Mapping[str, Message] = {
         "{set[outpaint]} keeps the control video as it is, so that nothing of it is preprocessed.",
         "Give a mask of what changes with {set[mask]}, or leave one of them out.",
     ),
+    "preprocess.model_missing": Message(
+        "{set[preprocess]} {kind} needs a model that is not installed: {model}, {license}, {size:bytes}.",
+        "Run `{tandem} models download {name}`, or put the folder of such a model into {folder}.",
+    ),
+    "preprocess.no_model": Message(
+        "{folder} contains no model that makes control frames: its config.json names none of {classes:list}.",
+        "Choose another folder.",
+    ),
+    "preprocess.no_person": Message(
+        "No person was found in {blank} of {frames:n frame} of the control video; these control frames are black.",
+        "Check that the video shows whole people, or use another {set[preprocess]}.",
+    ),
     "control.start_alone": Message(
         "{set[control_start]} is a second of a control video, and there is none.", "Give one with {set[control]}."
     ),

@@ -25,6 +25,13 @@ from runtime.core.units import byte_size, duration
 from runtime.models.catalogue import folders, known_as
 from runtime.models.hub.client import Hub, RevisionError, check_repository
 from runtime.models.hub.files import MANIFEST, Listing, Manifest, RemoteFile, combined, difference, read_manifest
+from runtime.models.preprocessors import (
+    PREPROCESSORS,
+    PUBLISHED,
+    check_preprocessor,
+    folder_of_preprocessor,
+    published_preprocessor,
+)
 from runtime.models.registry import Part, check_companions, check_folder, read_spec
 from runtime.models.spec import ModelSpec, is_transformer
 
@@ -47,6 +54,7 @@ class Source:
         revision: if one was asked for.
         parts, index: as in `KnownModel`.
         without_transformers: whether their weights are left out, for models whose transformers are in single files.
+        preprocessor: whether it makes control frames; see `models.preprocessors`.
     """
 
     repository: str
@@ -57,6 +65,11 @@ class Source:
     parts: tuple[Part, ...] = ()
     index: Mapping[str, Any] = field(default_factory=dict)
     without_transformers: bool = False
+    preprocessor: bool = False
+
+    def place(self, weights_dir: Path) -> Path:
+        """Return the folder that its folder is in."""
+        return weights_dir / PREPROCESSORS if self.preprocessor else weights_dir
 
 
 def source_of(name: str, revision: str | None) -> Source:
@@ -70,6 +83,12 @@ def source_of(name: str, revision: str | None) -> Source:
         if model.parts and revision is not None:
             raise InvalidRequestError("revision", "hub.revision_of_parts", model=model.title)
         return Source(model.repository, model.folder, model.license, revision, model.names, model.parts, model.index)
+    maker = published_preprocessor(name)
+    if maker is not None:
+        if revision is not None:
+            raise InvalidRequestError("revision", "hub.revision_of_parts", model=maker.title)
+        repository = maker.parts[0].repository
+        return Source(repository, maker.name, maker.license, None, maker.names, maker.parts, preprocessor=True)
     repository = check_repository(name)
     return Source(repository, repository.rpartition("/")[2], "", revision)
 
@@ -215,6 +234,7 @@ class Download:
         self._source = source
         self._hub = hub
         self._cache_dir = cache_dir
+        weights_dir = source.place(weights_dir)
         self._folder = weights_dir / source.folder
         self._partial = _partial_of(weights_dir, source.folder)
         self._previous = weights_dir / f".{source.folder}.before"
@@ -277,7 +297,9 @@ class Download:
         return plan
 
     def run(self, plan: DownloadPlan, cancel: Cancel) -> ModelSpec | None:
-        """Fetch missing files, move the model's folder into place and return the model; `None` without transformers.
+        """Fetch missing files, move the model's folder into place and return the model.
+
+        `None` without transformers, and for one that makes control frames.
 
         Raises:
             DownloadError: if the hub fails or sends other content; complete files are kept.
@@ -298,7 +320,9 @@ class Download:
                 store_digests(
                     {self._folder / file.path: file.sha256 for file in weights if file.sha256}, self._cache_dir
                 )
-        return None if self._source.without_transformers else read_spec(self._folder, self._folder.name)
+        if self._source.without_transformers or self._source.preprocessor:
+            return None
+        return read_spec(self._folder, self._folder.name)
 
     def _check_place(self) -> None:
         """Refuse to download a model that is installed under another name, or to replace a link."""
@@ -338,7 +362,8 @@ class Download:
                 _link(source, place)
             manifest = manifest.with_file(file)
             manifest.write(self._partial, sync=file.is_weights)
-            if not file.is_weights and (number == len(listing.files) or listing.files[number].is_weights):
+            last_small = not file.is_weights and (number == len(listing.files) or listing.files[number].is_weights)
+            if last_small and not self._source.preprocessor:
                 # All small files are complete: refuse an unsupported model before its weights are fetched.
                 check_folder(self._partial, listing.repository)
 
@@ -351,7 +376,9 @@ class Download:
             if path.is_file() and path.relative_to(self._partial).as_posix() not in paths:
                 path.unlink()
         try:
-            if self._source.without_transformers:
+            if self._source.preprocessor:
+                check_preprocessor(self._partial)
+            elif self._source.without_transformers:
                 check_companions(self._partial)
                 check_folder(self._partial, self._folder.name)
             else:
@@ -539,5 +566,6 @@ def _exclusive(weights_dir: Path, name: str) -> Iterator[None]:
 
 
 def downloaded(weights_dir: Path) -> list[Path]:
-    """Return the folders of downloaded models."""
-    return [folder for folder in folders(weights_dir).values() if (folder / MANIFEST).is_file()]
+    """Return the folders of downloaded models, then of those that make control frames."""
+    makers = [folder_of_preprocessor(model.name, weights_dir) for model in PUBLISHED]
+    return [folder for folder in (*folders(weights_dir).values(), *makers) if (folder / MANIFEST).is_file()]

@@ -21,6 +21,7 @@ from runtime.core.facts import Fact
 from runtime.core.files import replace_file
 from runtime.core.untrusted_files import open_file, read_json
 from runtime.models.folder import MAX_SMALL_FILE_BYTES
+from runtime.models.preprocessors import CLASSES
 from runtime.models.registry import Part
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ _SETTINGS = ("scheduler", "image_processor", "feature_extractor")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _WITH_WEIGHTS = (
     "text_encoder", "text_encoder_2", "connectors", "image_encoder", "transformer", "transformer_2",
-    "latent_upsampler", "vae", "audio_vae", "vocoder",
+    "latent_upsampler", "vae", "audio_vae", "vocoder", *CLASSES,
 )  # fmt: skip
-_OPTIONAL = frozenset(
-    {"text_encoder_2", "connectors", "image_encoder", "transformer_2", "latent_upsampler", "audio_vae", "vocoder"}
-)
+_OPTIONAL = frozenset({
+    "text_encoder_2", "connectors", "image_encoder", "transformer_2", "latent_upsampler", "audio_vae", "vocoder",
+    *CLASSES,
+})  # fmt: skip
 # A file name that is valid on every system: no path, no device, no hidden file.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
