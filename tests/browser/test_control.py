@@ -16,7 +16,7 @@ from runtime.models.images import images_dir
 from runtime.queue.store import NAME, JobStore
 from runtime.video.mp4 import read_metadata
 from tests import tiny_models
-from tests.app_server import DEFAULTS, Server, make_cache, serving
+from tests.app_server import DEFAULTS, App, make_cache, serving_here
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, open_chip, start, wait_for_state
 from tests.browser.test_accessibility import serious_issues
 from tests.browser.test_images import chosen, given, hand, value
@@ -28,14 +28,14 @@ SEEN = "#images [data-place=control] .seen img"
 
 
 @pytest.fixture(scope="module")
-def steered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def steered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """Return a web app with a tiny model that control videos steer, and one that videos start from."""
     cache = make_cache(tmp_path_factory.mktemp("control"))
     model = tiny_models.build("wan2.1-vace", cache / "weights" / "steered")
     sidecar = json.loads((cache / "weights" / "tiny" / "tandem.json").read_text(encoding="utf-8"))
     sidecar |= {"title": "Steered", "defaults": DEFAULTS | {"negative_prompt": ""}}
     (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
-    with serving(cache, "--model", "steered") as running:
+    with serving_here(cache, model="steered") as running:
         yield running
     assert "Traceback" not in (cache / "server.txt").read_text(encoding="utf-8")
 
@@ -93,7 +93,7 @@ def stroke(page: Any, *shares: tuple[float, float]) -> None:
     page.mouse.up()
 
 
-def copy_of(server: Server, reference: str) -> Path:
+def copy_of(server: App, reference: str) -> Path:
     """Return the file in the cache that a reference names."""
     return images_dir(server.cache_dir) / reference.removeprefix("sha256:")[:64]
 
@@ -104,7 +104,7 @@ def drop(page: Any, clip: Path) -> None:
 
 
 def test_the_page_shows_what_the_model_sees_of_the_part_that_is_used(
-    open_page: OpenPage, steered: Server, clip: Path
+    open_page: OpenPage, steered: App, clip: Path
 ) -> None:
     page = open_page(url=steered.url)
     open_chip(page, "images")
@@ -156,7 +156,7 @@ def test_the_page_shows_what_the_model_sees_of_the_part_that_is_used(
     assert not page.is_visible("#control-used") and all("422" in line for line in page.complaints)
 
 
-def test_a_mask_is_drawn_on_a_phone_and_by_keys(open_page: OpenPage, steered: Server, clip: Path) -> None:
+def test_a_mask_is_drawn_on_a_phone_and_by_keys(open_page: OpenPage, steered: App, clip: Path) -> None:
     page = open_page(PHONE, url=steered.url, color_scheme="dark")
     drop(page, clip)
     wait_for_frames(page, "9 frames: 0.0 to 1.1 s of 3.0 s.")
@@ -204,7 +204,7 @@ def test_a_mask_is_drawn_on_a_phone_and_by_keys(open_page: OpenPage, steered: Se
     assert page.complaints == []
 
 
-def test_a_drawn_mask_is_changed_and_is_there_after_a_reload(open_page: OpenPage, steered: Server, clip: Path) -> None:
+def test_a_drawn_mask_is_changed_and_is_there_after_a_reload(open_page: OpenPage, steered: App, clip: Path) -> None:
     page = open_page(url=steered.url)
     drop(page, clip)
     page.click("[data-draw]")
@@ -237,7 +237,7 @@ def test_a_drawn_mask_is_changed_and_is_there_after_a_reload(open_page: OpenPage
     assert page.complaints == []
 
 
-def test_a_video_is_compared_with_its_control_video(open_page: OpenPage, steered: Server, clip: Path) -> None:
+def test_a_video_is_compared_with_its_control_video(open_page: OpenPage, steered: App, clip: Path) -> None:
     page = open_page(PHONE, url=steered.url)
     drop(page, clip)
     page.keyboard.press("Escape")

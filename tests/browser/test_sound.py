@@ -108,7 +108,7 @@ def test_the_player_has_sound(open_page: OpenPage, clips: Clips) -> None:
     page.wait_for_selector("#picture video[data-sound]")
     page.wait_for_selector("#transport [data-mute][aria-pressed=true]")
     assert page.evaluate("document.querySelector('#picture video').muted")
-    assert not serious_issues(page, "#transport")
+    assert not serious_issues(page, part="#transport")
     page.click("#transport [data-mute]")
     is_heard(page, "#picture video")
     page.wait_for_selector("#transport [data-mute][aria-pressed=false]")
@@ -161,7 +161,7 @@ def test_history_marks_plays_and_exports_sound(open_page: OpenPage, clips: Clips
     assert "no sound" in page.inner_text("#export-about")
     page.select_option("#export-format", "prores")
     page.check("#export-lossless")
-    assert not serious_issues(page, "form.export")
+    assert not serious_issues(page, part="form.export")
     assert read_info(save(page, tmp_path)).sound == ("pcm_s24le",)
     page.click("form.export [data-close]")
     with page.expect_download() as download:
