@@ -36,7 +36,13 @@ DESELECTED = ("slow", "gpu")
 # Of each test process, one process is forked for all that tests start by "forkserver": it has imported what any of them
 # needs, also if the first are those of several GPUs, for which `execution.parallel.group` names less.
 forkserver.set_forkserver_preload(["tests.engines.child_imports"])
-forkserver.set_forkserver_preload = lambda _: None
+
+
+def _keep_preloaded(modules_names: list[str]) -> None:
+    """Ignore what else is to be imported."""
+
+
+forkserver.set_forkserver_preload = _keep_preloaded
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -131,22 +131,16 @@ def assert_survives_pauses_and_a_kill(plan: ExecutionPlan, spec: ModelSpec, fold
 
 
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
-    "text only": ("wan2.1-vace", (), {}),
-    "control": ("wan2.1-vace", ("control",), {}),
     "control and mask": ("wan2.1-vace", ("control", "mask"), {}),
     "control and a mask that holds": ("wan2.1-vace", ("control", "still"), {}),
     "control and boxes": ("wan2.1-vace", ("control",), {"mask": "box:10,20,30,50+60,0,40,100", "guidance_scale": 1.0}),
     "outpaint": ("wan2.1-vace", ("control",), {"outpaint": [50, 0, 25, 100], "guidance_scale": 1.0}),
     "outpaint and mask": ("wan2.1-vace", ("control", "mask"), {"outpaint": 50, "guidance_scale": 1.0}),
-    "first image": ("wan2.1-vace", ("image",), {}),
-    "last image": ("wan2.1-vace", ("last_image",), {"guidance_scale": 1.0}),
     "first and last image, references": ("wan2.1-vace", ("image", "last_image", "references"), {"guidance_scale": 1.0}),
     "first image and control": ("wan2.1-vace", ("image", "control", "mask"), {"guidance_scale": 1.0}),
     "first clip": ("wan2.1-vace", ("extend",), {"extend_frames": 5, "guidance_scale": 1.0, **OF_CLIP}),
     "first and last clip": ("wan2.1-vace", ("extend", "join"), {"extend_frames": 3, "guidance_scale": 1.0, **OF_CLIP}),
     "experts, first and last clip": ("wan2.2-vace", ("extend", "join", "control"), {"extend_frames": 2, **OF_CLIP}),
-    "references": ("wan2.1-vace", ("references",), {"guidance_scale": 1.0}),
-    "all": ("wan2.1-vace", ("control", "mask", "references"), {}),
     "scale": ("wan2.1-vace", ("control",), {"control_scale": 0.4, "guidance_scale": 1.0}),
     "scales": ("wan2.1-vace", ("control", "references"), {"control_scale": [1.5, 0.25]}),
     "experts": ("wan2.2-vace", ("control", "mask", "references"), {"guidance_scale_2": 2.5, "control_scale": [0.5, 2]}),
