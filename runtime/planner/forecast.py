@@ -500,7 +500,6 @@ def _saving_seconds(workload: Workload) -> Seconds:
 def _decoder_share(spec: ModelSpec, dtype: str, slower: float) -> float:
     """Return the share of a GPU's rate that a decoder reaches; `slower` as from `_rates`."""
     share: float = _DECODE_SHARE[dtype] * min((spec.vae.last_channels / _DECODE_CHANNELS) ** _DECODE_POWER, 1.0)
-    share *= _DECODE_CLIP if _decodes_whole_clips(spec) else 1.0
     return share * (2 * slower if DTYPE_BYTES[dtype] == DTYPE_BYTES["float32"] else 1.0)
 
 
@@ -706,7 +705,9 @@ def _on_gpu(workload: Workload, component: str, machine: Machine, strategy: Memo
     if is_text_encoder(component) or component in {CONNECTORS, IMAGE_ENCODER}:
         likely = operations / (_TEXT_SHARE * rate * slower)
     elif component in {"vae", VAE_ENCODER, LATENT_UPSAMPLER, *SOUND_DECODERS}:
-        likely = operations / (_decoder_share(workload.spec, dtype, slower) * rate)
+        share = _decoder_share(workload.spec, dtype, slower)
+        share *= _DECODE_CLIP if component == "vae" and _decodes_whole_clips(workload.spec) else 1.0
+        likely = operations / (share * rate)
     else:
         spec = workload.spec.transformer
         per_token = _BLOCK_TRAFFIC_TIME_PER_TOKEN if workload.spec.expand_timesteps else _BLOCK_TRAFFIC

@@ -181,9 +181,9 @@ def save_gemma(path: Path, state: State, style: str) -> State:
             writer.add_tensor(llama, tensor.numpy())
             held[name] = tensor
             continue
-        data = gguf.quantize(tensor.numpy(), kind)
-        held[name] = torch.from_numpy(np.array(gguf.dequantize(data, kind)))
-        writer.add_tensor(llama, data, raw_dtype=kind)
+        blocks = gguf.quantize(tensor.numpy(), kind)
+        held[name] = torch.from_numpy(np.array(gguf.dequantize(blocks, kind)))
+        writer.add_tensor(llama, blocks, raw_dtype=kind)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

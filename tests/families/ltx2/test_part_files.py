@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_components_of_other_programs_are_combined(style: str, tiny: Tiny, tmp_p
     }
     for name in (*PARTS, "latent_upsampler"):
         assert same(load_module(spec, name, FLOAT32), states[name]), name
-    loaded = load_module(spec, "text_encoder", FLOAT32)
+    loaded: Any = load_module(spec, "text_encoder", FLOAT32)
     assert same(loaded.model.language_model, held)
     assert spec.refinement == whole.refinement
     statistics = latent_upsampler(spec, loaded, "cpu"), latent_upsampler(whole, loaded, "cpu")
