@@ -1,7 +1,7 @@
 """Models that make control frames, in PyTorch: depth of frames, and the poses of people in them.
 
-They are models of transformers, loaded from folders with safetensors, that compute in float32. What comes before and after
-ViTPose is written here: transformers' own needs SciPy.
+They are models of transformers, loaded from folders with safetensors, that compute in float32. What comes before and
+after ViTPose is written here: transformers' own needs SciPy.
 """
 
 from collections.abc import Sequence

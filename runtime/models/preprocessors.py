@@ -35,6 +35,8 @@ _LABELS = ("id2label", "label2id")
 # With other values, transformers would load a part of the model, or code for it, from elsewhere.
 _ELSEWHERE = ("backbone", "use_timm_backbone", "use_pretrained_backbone", "quantization_config")
 _ATTENTION, _OWN_ATTENTION = "attn_implementation", (None, "eager", "sdpa")
+# Height and width of what a pose estimator sees, unless its configuration says otherwise.
+_POSE_SIDES = (256, 192)
 # The points of a person that skeletons are drawn of: COCO's.
 _POINTS = 17
 # Changes when other control frames are made with the same model.
@@ -221,8 +223,11 @@ def _check_config(part: str, config: Mapping[str, Any]) -> None:
     # Metric depth is larger for what is farther.
     if part == DEPTH_ESTIMATOR and config.get("depth_estimation_type", "relative") != "relative":
         raise ValueError("depth_estimation_type")
-    if part == POSE_ESTIMATOR and len(config["id2label"]) != _POINTS:
-        raise ValueError("id2label")
+    if part == POSE_ESTIMATOR:
+        if len(config["id2label"]) != _POINTS:
+            raise ValueError("id2label")
+        if len(config["backbone_config"].get("image_size", _POSE_SIDES)) != len(_POSE_SIDES):
+            raise ValueError("image_size")
     if part == PERSON_DETECTOR and "person" not in config["id2label"].values():
         raise ValueError("id2label")
 

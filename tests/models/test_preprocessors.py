@@ -26,7 +26,7 @@ from tests.models.hub import LoopbackHub, Repository, served
 from tests.models.test_download import QUICK
 from tests.preprocessor_files import configured, save_depth, save_pose
 
-_BY_KIND = {DEPTH: save_depth, POSE: save_pose}
+_BY_KIND: dict[str, Callable[[Path], Path]] = {DEPTH: save_depth, POSE: save_pose}
 
 
 @pytest.mark.parametrize("kind", BY_MODEL)

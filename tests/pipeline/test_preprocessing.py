@@ -85,12 +85,14 @@ def test_a_job_makes_control_frames_once(tiny: Tiny, tmp_path: Path) -> None:
 def test_depth_has_one_scale_for_the_whole_clip(tiny: Tiny, tmp_path: Path) -> None:
     save_depth(tmp_path)
     clip = planned(tiny("wan2.1-vace"), tmp_path, "control", "mask", preprocess=DEPTH)
-    frames = list(clip_frames(clip.spec.control, clip.plan, "control"))
-    depths = DepthModel(clip.plan.preprocessor, "cpu").depths(frames)
+    use, control = clip.plan.preprocessor, clip.plan.control
+    assert use is not None and control is not None
+    frames = list(clip_frames(control, clip.plan, "control"))
+    depths = DepthModel(use, "cpu").depths(frames)
     wanted = np.rint((depths - depths.min()) / (depths.max() - depths.min()) * 255)
     place = made_frames(clip.plan, tmp_path)
     assert place is not None
-    made = place.write(_depths(DepthModel(clip.plan.preprocessor, "cpu"), iter([frames[:4], frames[4:]]), tmp_path))
+    made = place.write(_depths(DepthModel(use, "cpu"), iter([frames[:4], frames[4:]]), tmp_path))
     assert np.abs(made.astype(int) - wanted).max() <= 1
     # With a mask, what it keeps is that of the video.
     (shown, changes), *_ = control_frames(clip.plan, made=made)

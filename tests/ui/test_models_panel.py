@@ -169,7 +169,9 @@ def test_a_card_has_the_number_of_weights_in_a_fitting_unit(count: int, expected
 def test_models_that_run_better_come_first_then_small_ones(shown: Shown) -> None:
     machine = here("card", (8, 9), 8, ram=64)
     available = respond(shown.on(machine), Call())["parts"]["available"]
-    specs = [spec_of(name) for name in re.findall(r'data-model="([^"]+)"', available)]
+    *names, depth, pose = re.findall(r'data-model="([^"]+)"', available)
+    assert [depth, pose] == [model.name for model in PUBLISHED]
+    specs = [spec_of(name) for name in names]
     places = [(fit(spec, machine).rank, spec.total_parameters) for spec in specs]
     assert places == sorted(places) and len(places) == len(known_models())
     assert {rank for rank, _ in places} == {0, 1, 2}
