@@ -1,4 +1,4 @@
-"""What a model will see of a control video, while the form is filled in: its control frames as a stream of pictures.
+"""What a model will see of a control video and of given frames, while the form is filled in: as a stream of pictures.
 
 The frames are read on one thread for all pages. It ends reading when the page leaves, or asks for other frames.
 """
@@ -21,6 +21,7 @@ from runtime.core.errors import TandemError
 from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.models.control_frames import control_frames
+from runtime.models.given_frames import with_given_frames
 from runtime.models.spec import ModelSpec
 from runtime.server.gradio_requests import CONTROL, RefusedError, check_values, read_object
 from runtime.ui import form
@@ -51,7 +52,8 @@ def about(plan: ExecutionPlan) -> dict[str, Any] | None:
     data = {"frames": plan.frames, "fps": plan.fps, "start": start, "end": end, "seconds": use.seconds}
     code = "ui.control_part" if use.seconds is not None and end < use.seconds else "ui.control_to_end"
     mask = None if plan.mask is None else plan.mask.digest
-    depends = [use.digest, mask, plan.preprocess, plan.width, plan.height, plan.image_fit, plan.image_position, data]
+    depends: list[Any] = [use.digest, mask, plan.preprocess, plan.outpaint, data]
+    depends += [plan.width, plan.height, plan.image_fit, plan.image_position]
     return {
         "key": hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16],
         "frames": plan.frames,
@@ -59,6 +61,27 @@ def about(plan: ExecutionPlan) -> dict[str, Any] | None:
         "fps": plan.fps,
         "line": page_text(Fact(code, data)).what,
     }
+
+
+def seen(plan: ExecutionPlan, spec: ModelSpec) -> dict[str, Any] | None:
+    """Return `about` of all frames that a model sees: with those that are given, also without a control video."""
+    shown = about(plan)
+    if not _sees_given(plan, spec):
+        return shown
+    inputs = [plan.extend, plan.join, *plan.images.values()]
+    first = int(plan.image is not None) if plan.extend is None else plan.extend_frames
+    last = int(plan.last_image is not None) if plan.join is None else plan.extend_frames
+    depends: list[Any] = [None if use is None else use.digest for use in inputs]
+    depends += [shown and shown["key"], plan.frames, first, last, plan.width, plan.height]
+    depends += [plan.image_fit, plan.image_position]
+    line = page_text(Fact("ui.given_frames", {"frames": plan.frames, "first": first, "last": last})).what
+    alone = {"frames": plan.frames, "every": _every(plan), "fps": plan.fps, "line": line}
+    return (shown or alone) | {"key": hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]}
+
+
+def _sees_given(plan: ExecutionPlan, spec: ModelSpec) -> bool:
+    """Return whether a plan has frames that its model sees as control frames."""
+    return spec.takes_given_frames and (plan.extend is not None or bool(plan.images))
 
 
 def routes(preview: PlanPreview, models: Mapping[str, ModelSpec]) -> list[BaseRoute]:
@@ -111,11 +134,15 @@ class _Previews:
         if planned.error is not None:
             raise planned.error
         plan = planned.plan
-        if plan is None or plan.control is None:
+        shown = None if plan is None else seen(plan, spec)
+        if plan is None or shown is None:
             return
-        yield {"key": (about(plan) or {})["key"]}
+        yield {"key": shown["key"]}
         every = _every(plan)
-        for number, (frame, changes) in enumerate(control_frames(plan, check, every)):
+        frames = None if plan.control is None else control_frames(plan, check, every)
+        if frames is None or _sees_given(plan, spec):
+            frames = with_given_frames(plan, frames, check, every)
+        for number, (frame, changes) in enumerate(frames):
             yield {"frame": number * every, "picture": picture(frame if changes is None else marked(frame, changes))}
 
 

@@ -26,6 +26,7 @@ MESSAGES: Mapping[str, Message] = {
     # Which part of a control video a clip uses.
     "ui.control_part": Message("{frames:n frame}: {start:.1f} to {end:.1f} s of {seconds:.1f} s."),
     "ui.control_to_end": Message("{frames:n frame} from {start:.1f} s on."),
+    "ui.given_frames": Message("{frames:n frame}: {first} given at the start, {last} at the end."),
     "ui.video_gone": Message("The file does not exist any more: {file}"),
     "ui.video_outside": Message("The file is not in the outputs folder: {file}"),
     "ui.cannot_draw": Message("{model} cannot draw: {words}."),
