@@ -29,7 +29,7 @@
   tandem.controlFrame = () => {
     const video = value("control"), picture = shown() ?? (last.video === video ? last.picture : null);
     last = { video, picture };
-    return video ? picture : null;
+    return video || planned ? picture : null;
   };
 
   const stop = () => { running?.abort(); running = null; };
@@ -85,9 +85,9 @@
     hide(note, !Object.keys(missing).length);
   };
 
-  // The plan of the form; `null` without a control video.
+  // The plan of the form; `null` without a control video and without frames that are given.
   tandem.plannedControl = (control) => {
-    if (control) showMissing(control.missing);
+    if (control?.missing) showMissing(control.missing);
     if (control?.key !== planned?.key) {
       stop();
       clearTimeout(resting);
@@ -107,8 +107,9 @@
     const frames = $("#control-frames"), start = $("#field-control_start"), line = $("#control-used");
     if (!frames) return;
     const isGiven = Boolean(value("control")), entry = current();
-    hide(frames, !(isGiven && planned?.frames > 1));
-    hide(line, !(isGiven && planned));
+    // Without a control video, those that are given are seen.
+    hide(frames, !(planned?.frames > 1));
+    hide(line, !planned);
     const clip = planned ? planned.frames / planned.fps : Infinity, now = moving ?? value("control_start") ?? 0;
     // The start of the last part that is as long as the clip.
     const last = Math.floor(TENTHS * ((seconds ?? 0) - clip)) / TENTHS, most = Math.max(last, now, 0);

@@ -97,26 +97,28 @@
   };
   // A model without images says which take them, and offers the first that runs here, with the image.
   let imageOffer = null;
-  const refuse = async (file) => {
+  const refuse = async (file, kind = "image") => {
     show();
     const title = $("#card .model")?.dataset.title ?? section().dataset.model;
-    note(`${title} does not start from an image.`, true);
-    const { error, offer } = await ask({ what: "refusal", model: title });
+    note(`${title} does not start from ${kind === "image" ? "an image" : "a video"}.`, true);
+    const { error, offer } = await ask({ what: "refusal", model: title, kind });
     imageOffer = offer ? { ...offer, file } : null;
     note(error, true, offer);
   };
   const takeOffer = async () => {
-    const { name, title, installed, file } = imageOffer;
+    const { name, title, installed, place: field, file } = imageOffer, isImage = field === "image";
     if (!installed) { tandem.goTo("Models"); return; }
-    const upload = await send(file);
+    const upload = await send(file, undefined, isImage ? "images" : "videos");
     if (!upload) return;
-    remember(digestOf(upload.image), { url: await pictureOf(file), width: upload.width, height: upload.height });
-    startWith(name, title, upload.image);
+    // A picture of a video is asked for.
+    if (isImage) remember(digestOf(upload.image), { url: await pictureOf(file), width: upload.width, height: upload.height });
+    startWith(name, title, upload.image ?? upload.video, field);
   };
-  const startWith = (name, title, image) => {
+  const startWith = (name, title, reference, field = "image") => {
     const prompt = value("prompt") ? { prompt: value("prompt") } : {};  // an empty one would be refused
-    tandem.fill({ ...prompt, model: name, image, width: "auto", height: "auto" }, "all",
-      `${title} is selected: it starts from images.`);
+    const takes = { image: "starts from images", video: "starts from videos", control: "is steered by videos" }[field];
+    tandem.fill({ ...prompt, model: name, [field]: reference, width: "auto", height: "auto" }, "all",
+      `${title} is selected: it ${takes}.`);
   };
   // Some models have other guidance with an image: it replaces the usual one, unless the user has changed that.
   const guidance = (withImage) => {
@@ -197,11 +199,11 @@
   // Takes a mask that was drawn.
   tandem.takeMask = (file) => takeVideo(file, "mask");
   tandem.pictureOf = (field) => pictures[digestOf(chosen(field))];
-  // Takes a video that was dropped; returns whether the model starts from one, or is steered by one.
+  // Takes a video that was dropped, or says before it is sent that the model takes none; returns whether the page takes it.
   tandem.takeVideo = (file) => {
-    const field = ["video", "control"].find(place);
-    if (!field || !(file.type.startsWith("video/") || VIDEO.test(file.name))) return false;
-    takeVideo(file, field);
+    const field = ["video", "control"].find(place), isOwners = section()?.dataset.videos === "true";
+    if (!isOwners || !(file.type.startsWith("video/") || VIDEO.test(file.name))) return false;
+    if (field) takeVideo(file, field); else refuse(file, "video");
     return true;
   };
   const free = () => {
@@ -385,10 +387,11 @@
       const steers = STEERING.includes(field) || field === "join" || (field === "image" && place("face"));
       hide(node, steers ? Boolean(needed) && !chosen(needed) && !reference : unused);
       node.classList.toggle("given", Boolean(reference));
-      hide(seen, !shownPicture?.url);
-      if (shownPicture?.url) {
-        set(image, "src", (field === "control" && tandem.controlFrame()) || shownPicture.url);
-        set(image, "alt", `${nameOf(reference)}, as the model sees it`);
+      const url = (field === "control" && tandem.controlFrame()) || shownPicture?.url;
+      hide(seen, !url);
+      if (url) {
+        set(image, "src", url);
+        set(image, "alt", `${reference ? nameOf(reference) : "The clip"}, as the model sees it`);
         set(seen, "style", `--width:${size[0]};--height:${size[1]}`);
         set(image, "style", `object-fit:${fit === "fit" ? "contain" : "cover"};object-position:${fit === "fit" ? 50 : at}% ${fit === "fit" ? 50 : at}%`);
         adjustable = Math.max(adjustable, cutShare(shownPicture, size));

@@ -107,8 +107,8 @@ VAE_VARIANTS: tuple[tuple[str, Speed | None, int], ...] = (
     ("ours", EAGER, 4),
     ("channels last", Speed(channels_last=True), 1),
     ("channels last", Speed(channels_last=True), 4),
-    ("kernels", Speed(channels_last=True, compiled=True), 1),
-    ("kernels", Speed(channels_last=True, compiled=True), 4),
+    ("kernels", Speed(channels_last=True, vae_kernels=True), 1),
+    ("kernels", Speed(channels_last=True, vae_kernels=True), 4),
 )
 # Of HunyuanVideo and FramePack. Name: how it is computed, `None` by diffusers, and how the linear layers are: "" or
 # `FP8`.

@@ -84,8 +84,8 @@ ENCODERS = (
     ("diffusers", EAGER, 1),
     ("ours", EAGER, 1),
     ("ours", EAGER, 3),
-    ("kernels", Speed(compiled=True, channels_last=True), 1),
-    ("kernels", Speed(compiled=True, channels_last=True), 3),
+    ("kernels", Speed(vae_kernels=True, channels_last=True), 1),
+    ("kernels", Speed(vae_kernels=True, channels_last=True), 3),
 )
 CLIPS: dict[str, dict[str, Any] | None] = {
     "diffusers": None,

@@ -228,7 +228,7 @@ class Speed(FrozenModel):
             (`core.sparse_attention`); `None` for none.
         attention_reason, compiled_reason: why; `None` in `EAGER`.
         nag: the scale of normalized attention guidance, where a call takes a prompt and a negative one; 1 for none.
-        compiled: whether the transformers' blocks, and the VAE's operations between convolutions, are compiled.
+        compiled: whether the transformers' blocks are compiled.
         compiled_later: whether they are compiled for later clips when no video waits.
         text_kept: whether every block's keys and values of the text are cached across steps.
         text_bytes: size of that cache.
@@ -236,6 +236,8 @@ class Speed(FrozenModel):
         graphed: whether a transformer's call is recorded as a CUDA graph and replayed.
         fused: whether each block's query, key and value projections are one matrix product.
         channels_last: whether the VAE's activations are in channels-last layout.
+        vae_kernels: whether Triton kernels compute the VAE's operations between convolutions, and some of these. They
+            are compiled at the first use.
     """
 
     attention: str = "native"
@@ -251,6 +253,11 @@ class Speed(FrozenModel):
     graphed: bool = False
     fused: bool = False
     channels_last: bool = False
+    vae_kernels: bool = False
+
+    def compiles(self, component: str) -> bool:
+        """Whether code of a component in PyTorch is compiled: a transformer's blocks, or kernels of the VAE."""
+        return self.vae_kernels if component in {"vae", "vae_encoder"} else self.compiled
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types, with the reasons as text."""
@@ -266,6 +273,7 @@ class Speed(FrozenModel):
             Fact("planner.text_kept", {"bytes": self.text_bytes}) if self.text_kept else None,
             Fact("planner.paired") if self.paired else None,
             Fact("planner.graphed") if self.graphed else None,
+            Fact("planner.vae_kernels") if self.vae_kernels else None,
         )
         return tuple(fact for fact in facts if fact is not None)
 
@@ -432,11 +440,6 @@ class ResolvedRequest(FrozenModel):
         return {**images, **{name: use for name, use in videos.items() if isinstance(use, InputFile)}, **references}
 
     @property
-    def leading_latents(self) -> int:
-        """The latent frames before those of the clip: of reference images, or of a character."""
-        return len(self.references) + (self.face is not None)
-
-    @property
     def input_references(self) -> dict[str, str | list[str]]:
         """How a request names the images and videos, by its field."""
         return by_field({key: use.reference for key, use in self.inputs.items()})
@@ -467,6 +470,7 @@ class ExecutionPlan(ResolvedRequest):
         output: the MP4 to write.
         latent_shape: (batch, channels, latent frames, latent height, latent width) of what is denoised at once: the
             clip, or a section.
+        leading_latents: as in `ModelSpec`, how many of the latent frames come before those of the clip.
         tokens: sequence length of the transformer.
         sections: how many sections the video is made in, one after the other; 1 if it is made whole.
         prompts: how many different prompts the sections have.
@@ -519,6 +523,7 @@ class ExecutionPlan(ResolvedRequest):
     builds_later: bool = False
     embedded_guidance: float | None = None
     sections: int = 1
+    leading_latents: int = 0
     prompts: int = 1
     guidance_reason: Fact | None = None
     model_version: int = 1

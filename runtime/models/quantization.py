@@ -115,12 +115,20 @@ def check_quantized(module: Any, kind: str, component: str, model: str) -> None:
 
 
 def install_fp8_linear(module: Any) -> None:
-    """Let layers with weights in FP8 round their input in one kernel, and add few rows' bias apart; see `_FEW_ROWS`."""
+    """Let layers with weights in FP8 round their input in one kernel, and add few rows' bias apart; see `_FEW_ROWS`.
+
+    Where torchao rounds, rows of zeros stay zeros, as in the kernel; by default it divides them by zero.
+    """
     import torch
+
+    from runtime.models.row_operations import SMALLEST_AMAX
 
     for layer in module.modules():
         if isinstance(layer, torch.nn.Linear) and layer.bias is not None and is_quantized(layer.weight):
             layer.forward = MethodType(_linear, layer)  # type: ignore[method-assign]
+            rounding: Any = getattr(layer.weight, "act_quant_kwargs", None)
+            if rounding is not None:
+                rounding.hp_value_lb = SMALLEST_AMAX
 
 
 def _linear(self: Any, x: Any) -> Any:

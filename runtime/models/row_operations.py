@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from runtime.core.errors import first_line, ran_out
 
 _LARGEST = 448.0
-_SMALLEST_AMAX = 1e-12
+SMALLEST_AMAX = 1e-12
 # Smaller tensors take no longer in several kernels, which need no compiler.
 _FEWEST_VALUES = 1 << 22
 # Why a kernel failed in this process.
@@ -155,7 +155,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         The rows, and their scales (tokens, 1), float32: a row is the product of both.
     """
     values = x.float()
-    scales = values.abs().amax(1, keepdim=True).clamp(min=_SMALLEST_AMAX) / _LARGEST
+    scales = values.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX) / _LARGEST
     return (values / scales).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
 
 

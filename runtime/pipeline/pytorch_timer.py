@@ -240,14 +240,14 @@ class PyTorchTimer:
         """Return the seconds that a function measures with each kind of code."""
         durations = {}
         for kind in (EAGER, COMPILED) if self.compiles else (EAGER,):
-            speed = self.plan.speed.replace(compiled=kind == COMPILED)
+            speed = self.plan.speed.replace(compiled=kind == COMPILED, vae_kernels=kind == COMPILED)
             try:
                 seconds = measure(self.plan.replace(speed=speed))
             except Exception as error:
                 if ran_out(error) is None:
                     raise
                 continue
-            if kind == EAGER or "compiled" not in job.degraded:
+            if kind == EAGER or not job.degraded & {"compiled", "vae_kernels"}:
                 durations[kind] = seconds
         return durations
 

@@ -128,7 +128,11 @@ class RunContext:
     @property
     def compiled(self) -> bool:
         """Whether this run has compiled code, or loaded it from the cache on the disk, on one device."""
-        return self.compiled_seconds > _COMPILED_SECONDS and self.plan.speed.compiled and self.plan.split is None
+        speed = self.plan.speed
+        planned = self._planned.speed
+        whole = (speed.compiled, speed.vae_kernels) == (planned.compiled, planned.vae_kernels)
+        whole = whole and (speed.compiled or speed.vae_kernels)
+        return self.compiled_seconds > _COMPILED_SECONDS and whole and self.plan.split is None
 
     @property
     def compiled_seconds(self) -> float:
@@ -499,4 +503,5 @@ def _decisions(plan: ExecutionPlan) -> tuple[Any, ...]:
     ]
     settings = [plan.request.backend(name) for name in plan.components], plan.request.attention, plan.request.compile
     speed = plan.speed
-    return parts, settings, plan.strategy, speed.attention, speed.sparse_tau, speed.compiled, plan.split
+    code = speed.compiled, speed.vae_kernels
+    return parts, settings, plan.strategy, speed.attention, speed.sparse_tau, code, plan.split

@@ -19,6 +19,7 @@ from runtime.core.errors import BadResultError, OutputError
 from runtime.core.events import FramesDecoded, SectionDone, StepDone, VideoSaved
 from runtime.execution.components import ImageSampler, SectionDecoder, SectionDenoiser
 from runtime.execution.decoded_frames import as_bytes
+from runtime.models.given_frames import images_of
 from runtime.models.sections import Sections
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER
 from runtime.pipeline.latent_colors import DecodedColors
@@ -36,7 +37,7 @@ from runtime.pipeline.section_sampling import (
     pending_frames,
     sections_of,
 )
-from runtime.pipeline.stages import images_of, pixels_of
+from runtime.pipeline.stages import pixels_of
 from runtime.pipeline.video_output import VideoOutput
 
 

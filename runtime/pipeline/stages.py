@@ -3,7 +3,6 @@
 Each reads the plan and the progress from the job's `RunContext`, so that it can be called again after out-of-memory.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from runtime.core.cancel import never
 from runtime.core.errors import BadResultError
 from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.images import VideoUse, field_of
+from runtime.core.images import VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.prompt_weights import read_weights
 from runtime.core.request import BY_MODEL, NO_NAG, OFF, SOUND_DECODERS
@@ -35,6 +34,7 @@ from runtime.execution.offload import next_files, read_ahead
 from runtime.execution.streams import Streams, video_of
 from runtime.execution.text_encoder import TextEncoding, joined
 from runtime.models.control_frames import still_mask, within_borders
+from runtime.models.given_frames import given_frames, images_of
 from runtime.models.images import open_image
 from runtime.models.made_frames import picture_of
 from runtime.models.sections import Segment
@@ -61,7 +61,6 @@ from runtime.pipeline.sampling import (
 from runtime.pipeline.section_sampling import sections_of
 from runtime.pipeline.stream_guidance import StreamSampling
 from runtime.pipeline.video_output import VideoOutput
-from runtime.video.images import fitted
 from runtime.video.preprocessing import CHANGED, UNKNOWN, control_frame, within_mask
 from runtime.video.reader import COLORS
 from runtime.video.recompression import recompressed
@@ -178,21 +177,6 @@ def _with_embeddings(context: RunContext, conditioning: Conditioning, images: Se
     with context.residency.image_encoder(context.spec, context) as encoder, context.metrics.encoder(IMAGE_ENCODER):
         context.begin_stage("encode", IMAGE_ENCODER)
         return conditioning.with_tokens(encoder.encode(images))
-
-
-def images_of(plan: ExecutionPlan, check: Callable[[], None] = never) -> list[Image]:
-    """Read a plan's images; return them as frames of its size.
-
-    Args:
-        check: see `models.images.with_images`.
-
-    Raises:
-        InvalidRequestError: if one cannot be read.
-    """
-    return [
-        fitted(open_image(use, field_of(field), check), plan.width, plan.height, plan.image_fit, plan.image_position)
-        for field, use in plan.images.items()
-    ]
 
 
 def image_latents(encoder: VideoEncoder, spec: ModelSpec, plan: ExecutionPlan, images: Sequence[Image]) -> torch.Tensor:
@@ -342,23 +326,6 @@ def _with_given_frames(clip: ControlClip, given: tuple[Sequence[Image], Sequence
         video[place] = torch.from_numpy(np.array(image))
         mask[place] = 0
     return replace(clip, video=video, mask=mask)
-
-
-def given_frames(plan: ExecutionPlan, check: Callable[[], None] = never) -> tuple[list[Image], list[Image]]:
-    """Return the frames that a clip begins with, and those that it ends with, of the plan's size; see `video_frames`.
-
-    They are the last frames of a video that it continues, or its image; the first ones of a video that follows, or its
-    last image.
-    """
-    still = plan if plan.extend is None else plan.replace(image=None)
-    images = dict(zip(still.images, images_of(still, check), strict=True))
-    first, last = ([images[field]] if field in images else [] for field in ("image", "last_image"))
-    if plan.extend is not None:
-        frames = clip_frames(plan.extend, plan, "extend", check, end=plan.extend.frames)
-        first = list(deque(frames, plan.extend_frames))
-    if plan.join is not None:
-        last = list(clip_frames(plan.join, plan, "join", check, end=plan.extend_frames))
-    return first, last
 
 
 def _preprocess(

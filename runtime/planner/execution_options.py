@@ -5,7 +5,6 @@ Each choice has its reason. Measurements on this machine take precedence over ru
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from runtime.core.errors import InvalidRequestError, MachineError
@@ -17,7 +16,7 @@ from runtime.core.sparse_attention import HEAD_WIDTH, LEAST_TOKENS, is_sparse, t
 from runtime.core.step_cache import NONE
 from runtime.machine.probe import Gpu, Machine
 from runtime.models.quantization import FP8
-from runtime.models.spec import ModelSpec, attention_flops, is_transformer
+from runtime.models.spec import VAE_ENCODER, ModelSpec, attention_flops, is_transformer
 from runtime.planner import constraints
 from runtime.planner.constraints import ATTENTION_KERNELS, Conflict
 from runtime.planner.forecast import ForecastInputs, call_seconds, compiled_speedup, memory
@@ -125,9 +124,18 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
             fused=inputs.workload.cuda and resident and not inputs.in_blocks and "fused" not in lacks,
         )
         base = base.replace(graphed=_graphed(inputs, strategy, base))
-    decided = _compiled(inputs, strategy, base)
-    seconds = _compiling(inputs, strategy, base).first if decided.now else Seconds(0, 0, 0, measured=True)
-    speed = base.replace(compiled=decided.now, compiled_later=decided.later, compiled_reason=decided.reason)
+    kernels = _kernels(inputs, strategy, base)
+    decided = _compiled(inputs, strategy, base, kernels)
+    seconds = Seconds(0, 0, 0, measured=True)
+    if decided.now or kernels.now:
+        # One time for both, since they are compiled in the same job.
+        seconds = _compiling(inputs, strategy, base, blocks=decided.now).first
+    speed = base.replace(
+        compiled=decided.now,
+        compiled_later=decided.later,
+        compiled_reason=decided.reason,
+        vae_kernels=kernels.now or (decided.now and _has_kernels(inputs, strategy, base)),
+    )
     return speed, seconds, decided.against
 
 
@@ -255,7 +263,7 @@ def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed)
 
 
 class _Compilation(NamedTuple):
-    """Whether PyTorch's components are compiled.
+    """Whether code of PyTorch's components is compiled.
 
     Attributes:
         now: for this clip.
@@ -300,14 +308,19 @@ class _Compiling(NamedTuple):
         return _Compilation(False, Fact("planner.not_compiled_pays_off", data))
 
 
-def _compiling(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> _Compiling:
-    """Return the time that compiling takes: as measured here, else as on an H200's host."""
+def _compiling(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, *, blocks: bool) -> _Compiling:
+    """Return the time that compiling takes: as measured here, else as on an H200's host.
+
+    Args:
+        blocks: whether blocks of transformers are compiled; otherwise the VAE's kernels are alone.
+    """
     workload = inputs.workload
-    code = compiled_code(workload, inputs.machine, inputs.backends, strategy.quantization, base)
+    backends = {name: how for name, how in inputs.backends.items() if blocks or not is_transformer(name)}
+    code = compiled_code(workload, inputs.machine, backends, strategy.quantization, base)
     measured = compile_seconds(inputs.history, code)
     fresh = min(max(_COMPILE_SECONDS * _COMPILE_CORES / inputs.machine.cores, _COMPILE_SECONDS), _COMPILE_AT_MOST)
     cached = _FROM_CACHE_SECONDS
-    if not inputs.in_pytorch:
+    if not blocks:
         fresh, cached = _VAE_COMPILE_SECONDS, _VAE_FROM_CACHE_SECONDS
     cached = cached if measured.cached is None else measured.cached
     known = measured.cached if measured.on_disk else measured.fresh
@@ -320,43 +333,72 @@ def _compiling(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) ->
     )
 
 
-def _compiled(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> _Compilation:
-    """Return whether PyTorch's components are compiled.
+def _has_kernels(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> bool:
+    """Return whether the VAE can use Triton kernels; they read weights that hooks of an offload would move."""
+    in_pytorch = any(inputs.backends.get(name) == PYTORCH for name in ("vae", VAE_ENCODER))
+    able = base.channels_last and "compiled_vae" not in inputs.workload.spec.lacks
+    resident = strategy.offload in {"none", "model"}
+    return able and resident and in_pytorch and inputs.machine.version_of("triton") is not None
+
+
+def _kernels(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed) -> _Compilation:
+    """Return whether the VAE uses Triton kernels, whether or not blocks of transformers are compiled.
 
     Args:
         base: the other options.
     """
     workload, mode = inputs.workload, inputs.request.compile
-    transformers = bool(inputs.in_pytorch)
-    if not transformers and (not workload.cuda or inputs.backends["vae"] != PYTORCH):
+    if not workload.cuda or inputs.backends["vae"] != PYTORCH or "compiled_vae" in workload.spec.lacks:
         return _Compilation(False, base.compiled_reason or Fact("planner.not_compiled_in_blocks"))
-    decided = _Compilation(False, Fact("planner.not_compiled_asked"))
-    if mode != "never":
-        decided = _compiled_if_able(inputs, strategy, base, mode)
-    if transformers:
-        return decided
-    return decided._replace(reason=Fact("planner.only_vae_compiles", {"how": decided.reason}))
-
-
-def _compiled_if_able(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, mode: str) -> _Compilation:
-    workload, part = inputs.workload, constraints.ComponentSettings(component="vae", backend=PYTORCH)
-    if inputs.in_pytorch:
-        part = replace(part, component="transformer", quantization=strategy.quantization)
-        if "compiled" in workload.spec.lacks:
-            return _Compilation(False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}))
-    against = constraints.compile_conflict(replace(part, offload=strategy.offload), inputs.machine)
-    if mode == "always" and inputs.in_pytorch:
-        return _Compilation(against is None, Fact("planner.compiled_asked"), against)
+    if mode == "never":
+        return _Compilation(False, Fact("planner.not_compiled_asked"))
+    part = constraints.ComponentSettings(component="vae", backend=PYTORCH, offload=strategy.offload)
+    against = constraints.compile_conflict(part, inputs.machine)
     if against is not None:
         return _Compilation(False, Fact("planner.not_compiled", {"cause": against.fact}))
     if mode == "always":
-        return _Compilation(True, Fact("planner.compiled_asked"))
+        return _Compilation(_has_kernels(inputs, strategy, base), Fact("planner.compiled_asked"))
+    return _compiling(inputs, strategy, base, blocks=False).decide(_saved(inputs, strategy, base, "vae"))
+
+
+def _compiled(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, kernels: _Compilation) -> _Compilation:
+    """Return whether blocks of transformers are compiled, and what is compiled for later clips.
+
+    Args:
+        base: the other options.
+        kernels: from `_kernels`.
+    """
+    if inputs.in_pytorch:
+        return _blocks_compiled(inputs, strategy, base, kernels)
+    if not inputs.workload.cuda or inputs.backends["vae"] != PYTORCH:
+        return kernels
+    return kernels._replace(now=False, reason=Fact("planner.only_vae_compiles", {"how": kernels.reason}))
+
+
+def _blocks_compiled(
+    inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, kernels: _Compilation
+) -> _Compilation:
+    workload, mode = inputs.workload, inputs.request.compile
+    if mode == "never":
+        return _Compilation(False, Fact("planner.not_compiled_asked"))
+    if "compiled" in workload.spec.lacks:
+        return _Compilation(False, Fact("planner.not_compiled", {"cause": Fact("planner.family_never_compiles")}))
+    part = constraints.ComponentSettings(
+        component="transformer", backend=PYTORCH, offload=strategy.offload, quantization=strategy.quantization
+    )
+    against = constraints.compile_conflict(part, inputs.machine)
+    if mode == "always":
+        return _Compilation(against is None, Fact("planner.compiled_asked"), against)
+    if against is not None:
+        return _Compilation(False, Fact("planner.not_compiled", {"cause": against.fact}))
     if base.graphed and workload.spec.sound_latents is not None:
         return _Compilation(False, Fact("planner.not_compiled_graphed"))
     if not workload.cuda:
         return _Compilation(False, Fact("planner.not_compiled_on_cpu"))
-    saved = sum(_saved(inputs, strategy, base, name) for name in (*inputs.in_pytorch, "vae"))
-    return _compiling(inputs, strategy, base).decide(saved)
+    # What the VAE's kernels save is saved anyway if they are used alone.
+    saving = inputs.in_pytorch if kernels.now else (*inputs.in_pytorch, "vae")
+    saved = sum(_saved(inputs, strategy, base, name) for name in saving)
+    return _compiling(inputs, strategy, base, blocks=True).decide(saved)
 
 
 def _saved(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, name: str) -> float:
@@ -364,7 +406,8 @@ def _saved(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed, name: 
     if inputs.backends[name] != PYTORCH:
         return 0.0
     before, after = (
-        call_seconds(inputs, strategy, name, base.replace(compiled=compiled)) for compiled in (False, True)
+        call_seconds(inputs, strategy, name, base.replace(compiled=compiled, vae_kernels=compiled))
+        for compiled in (False, True)
     )
     faster = after.likely
     if is_transformer(name) and not after.known:
@@ -379,6 +422,7 @@ def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
     return speed.replace(
         compiled=speed.compiled and not excluded,
         compiled_later=False,
+        vae_kernels=speed.vae_kernels and offload not in {"group", "sequential"},
         text_kept=False,
         text_bytes=0,
         paired=False,

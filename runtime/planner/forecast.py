@@ -284,7 +284,7 @@ def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
         whole_frames = name != "vae" or strategy.decode_tile is None
         call = placement.faster_by_split(alone, workload.split, name) if whole_frames else alone
     speedup = 1.0
-    if inputs.backends[name] == PYTORCH and speed.compiled and not like.compiled:
+    if inputs.backends[name] == PYTORCH and speed.compiles(name) and not like.compiles(name):
         speedup *= _compiled_speedup(inputs, strategy, name)
     if name in inputs.loaded:
         speedup *= attention_speedup(speed, workload) / attention_speedup(like, workload)
@@ -300,7 +300,7 @@ def _unmeasured_engine(inputs: ForecastInputs, strategy: MemoryStrategy, name: s
         engine_bytes={other: size for other, size in workload.engine_bytes.items() if other != name},
     )
     in_pytorch = replace(inputs, backends={**inputs.backends, name: PYTORCH}, workload=without)
-    plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False))
+    plain = call_seconds(in_pytorch, strategy, name, speed.replace(compiled=False, vae_kernels=False))
     return unmeasured_engine(plain, "cpu" if not workload.cuda else "small" if workload.spec.small else "cuda")
 
 
@@ -345,8 +345,8 @@ def _similar_call(
     inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
 ) -> tuple[Speed, Seconds] | None:
     """Return the most similar options of PyTorch with which earlier jobs measured a call, and its seconds."""
-    similar = [speed.replace(**{field: getattr(EAGER, field)}) for field in ("compiled", "sparse_tau", "nag")]
-    for like in (*similar, EAGER):
+    without = ({"compiled": False, "vae_kernels": False}, {"sparse_tau": None}, {"nag": EAGER.nag})
+    for like in (*(speed.replace(**fields) for fields in without), EAGER):
         call = _ran_call(inputs, strategy, name, like)
         if call is not None:
             return like, call
@@ -387,7 +387,7 @@ def pytorch_path(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, sp
     workload, request, transformer = inputs.workload, inputs.request, is_transformer(name)
     usual = name != "vae" or (request.vae_precision == AUTO and strategy.decode_tile is None)
     return PyTorchPath(
-        compiled=speed.compiled and (transformer or (name == "vae" and workload.cuda)),
+        compiled=speed.compiles(name) and (transformer or (name == "vae" and workload.cuda)),
         quantization=strategy.quantization if transformer else "none",
         as_measured=usual,
         usual_attention=not transformer or not workload.cuda or request.attention == AUTO,

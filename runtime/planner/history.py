@@ -232,7 +232,7 @@ def calls_of_plan(plan: ExecutionPlan) -> dict[str, float]:
 def history_tag(speed: Speed, component: str) -> str:
     """Return `Kind.speed`: the options of `Speed` that change a component's latency, as text; empty for none."""
     if component == "vae":
-        options = {"compiled": speed.compiled, "channels last": speed.channels_last}
+        options = {"compiled": speed.vae_kernels, "channels last": speed.channels_last}
     elif not is_transformer(component):
         return ""
     else:
@@ -377,7 +377,8 @@ def compiled_code(
     """Return what is compiled for a clip: blocks of transformers that PyTorch alone computes, and the VAE's kernels.
 
     Args:
-        backends: by component; those of block engines count as engines.
+        backends: by component, without transformers whose blocks are not compiled; those of block engines count as
+            engines.
         quantization: of the transformers.
         speed: with these options. They change the code, as the size does.
     """
@@ -394,7 +395,10 @@ def compiled_code(
         quantization=quantization if in_pytorch else "none",
         offload="none",
     )
-    tags = [history_tag(speed.replace(compiled=True), name), *(option for option, used in options.items() if used)]
+    tags = [
+        history_tag(speed.replace(compiled=True, vae_kernels=True), name),
+        *(option for option, used in options.items() if used),
+    ]
     return CompiledCode(kind, workload.flops(name), " ".join(tags))
 
 
@@ -406,7 +410,8 @@ def compilation_runs(
     Args:
         cached: whether it came from the cache.
     """
-    backends = {name: part.backend for name, part in plan.components.items()}
+    parts = plan.components.items()
+    backends = {name: part.backend for name, part in parts if plan.speed.compiled or not is_transformer(name)}
     code = compiled_code(Workload.of(plan, spec), machine, backends, plan.strategy.quantization, plan.speed)
     run = Run(kind=code.in_cache, flops=code.flops, seconds=seconds, working_bytes=1, excess_bytes=None)
     if cached:

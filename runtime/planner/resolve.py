@@ -483,6 +483,7 @@ def _plan(
         model_version=spec.version,
         output=output,
         latent_shape=workload.latent_shape,
+        leading_latents=spec.leading_latents,
         tokens=workload.tokens,
         sections=workload.sections,
         prompts=settings.prompts,

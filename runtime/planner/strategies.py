@@ -314,10 +314,10 @@ def _option(inputs: ForecastInputs, title: Fact, strategy: MemoryStrategy) -> St
     peak = max(stage.peak_bytes for stage in memory)
     ram = memory_model.ram_bytes(inputs.workload, fitted) if inputs.workload.cuda else 0
     seconds = forecast.seconds(inputs, fitted, computed)
-    if computed.compiled:
+    if computed.compiled or computed.vae_kernels:
         seconds |= {"load": seconds["load"] + compiling, "compile": compiling}
     elif computed.compiled_later:
-        compiled = forecast.seconds(inputs, fitted, computed.replace(compiled=True))
+        compiled = forecast.seconds(inputs, fitted, computed.replace(compiled=True, vae_kernels=True))
         seconds["later"] = compiled["total"]
     roomy = _needs(memory) <= usable
     against = (

@@ -1,4 +1,4 @@
-"""What a model will see of a control video, while the form is filled in: its control frames as a stream of pictures.
+"""What a model will see of a control video and of given frames, while the form is filled in: as a stream of pictures.
 
 The frames are read on one thread for all pages. It ends reading when the page leaves, or asks for other frames.
 """
@@ -22,6 +22,7 @@ from runtime.core.facts import Fact
 from runtime.core.plan import ExecutionPlan
 from runtime.core.request import BY_MODEL
 from runtime.models.control_frames import control_frames, made_frames
+from runtime.models.given_frames import with_given_frames
 from runtime.models.made_frames import MadeFrames
 from runtime.models.preprocessors import missing_model
 from runtime.models.spec import ModelSpec
@@ -64,16 +65,8 @@ def about(plan: ExecutionPlan, preview: PlanPreview) -> dict[str, Any] | None:
     if not is_made:
         line += f" {page_text(Fact('ui.control_made_later', {'kind': plan.preprocess})).what}"
     missing = {kind: missing_model(kind, preview.weights_dir) for kind in BY_MODEL}
-    depends: list[Any] = [
-        use.digest,
-        mask,
-        plan.preprocess,
-        plan.width,
-        plan.height,
-        plan.image_fit,
-        plan.image_position,
-        data,
-    ]
+    depends: list[Any] = [use.digest, mask, plan.preprocess, plan.outpaint, data]
+    depends += [plan.width, plan.height, plan.image_fit, plan.image_position]
     depends += [is_made, None if plan.preprocessor is None else plan.preprocessor.digest]
     return {
         "key": hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16],
@@ -83,6 +76,30 @@ def about(plan: ExecutionPlan, preview: PlanPreview) -> dict[str, Any] | None:
         "line": line,
         "missing": {kind: page_text(error.fact).what for kind, error in missing.items() if error is not None},
     }
+
+
+def seen(plan: ExecutionPlan, spec: ModelSpec, preview: PlanPreview) -> dict[str, Any] | None:
+    """Return `about` of all frames that a model sees: with those that are given, also without a control video.
+
+    Without one, there is no `missing`.
+    """
+    shown = about(plan, preview)
+    if not _sees_given(plan, spec):
+        return shown
+    inputs = [plan.extend, plan.join, *plan.images.values()]
+    first = int(plan.image is not None) if plan.extend is None else plan.extend_frames
+    last = int(plan.last_image is not None) if plan.join is None else plan.extend_frames
+    depends: list[Any] = [None if use is None else use.digest for use in inputs]
+    depends += [shown and shown["key"], plan.frames, first, last, plan.width, plan.height]
+    depends += [plan.image_fit, plan.image_position]
+    line = page_text(Fact("ui.given_frames", {"frames": plan.frames, "first": first, "last": last})).what
+    alone = {"frames": plan.frames, "every": _every(plan), "fps": plan.fps, "line": line}
+    return (shown or alone) | {"key": hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:16]}
+
+
+def _sees_given(plan: ExecutionPlan, spec: ModelSpec) -> bool:
+    """Return whether a plan has frames that its model sees as control frames."""
+    return spec.takes_given_frames and (plan.extend is not None or bool(plan.images))
 
 
 def routes(preview: PlanPreview, models: Mapping[str, ModelSpec]) -> list[BaseRoute]:
@@ -135,12 +152,16 @@ class _Previews:
         if planned.error is not None:
             raise planned.error
         plan = planned.plan
-        if plan is None or plan.control is None:
+        shown = None if plan is None else seen(plan, spec, self._preview)
+        if plan is None or shown is None:
             return
-        yield {"key": (about(plan, self._preview) or {})["key"]}
+        yield {"key": shown["key"]}
         every, place = _every(plan), _place(plan, self._preview)
         made = None if place is None else place.read()
-        for number, (frame, changes) in enumerate(control_frames(plan, check, every, made)):
+        frames = None if plan.control is None else control_frames(plan, check, every, made)
+        if frames is None or _sees_given(plan, spec):
+            frames = with_given_frames(plan, frames, check, every)
+        for number, (frame, changes) in enumerate(frames):
             yield {"frame": number * every, "picture": picture(frame if changes is None else marked(frame, changes))}
 
 

@@ -23,7 +23,7 @@ from runtime.core.settings import ROOT, Settings
 from runtime.machine.probe import Machine
 from runtime.models import extended
 from runtime.models.catalogue import EMBEDDED
-from runtime.models.images import find_image, image_models, open_image
+from runtime.models.images import all_models, find_image, open_image
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import FIELD, find_picture, find_video, open_picture
 from runtime.planner.requirements import fit
@@ -172,8 +172,8 @@ class ImageAnswers:
                 return {"picture": picture(open_picture(clip, seconds), _LARGE_SIDE)}
             case {"what": "picture", "extend": str(video)} if self._pictures and video.startswith(PREFIX):
                 return self._extended(video)
-            case {"what": "refusal", "model": str(model)}:
-                return self._refusal(model)
+            case {"what": "refusal", "model": str(model), "kind": "image" | "video" as kind}:
+                return self._refusal(model, kind)
         raise unknown_action()
 
     def _continuation(self, job: Job) -> dict[str, Any]:
@@ -191,10 +191,15 @@ class ImageAnswers:
         size = {"width": use.width, "height": use.height, "seconds": use.frames / use.fps}
         return {"extend": use.reference, "picture": picture(open_image(last)), **size}
 
-    def _refusal(self, model: str) -> dict[str, Any]:
-        """Return why a model takes no image, and the first model that takes one and runs here."""
-        able = image_models(self._settings.weights_dir)
-        code = "image.model_without" if able else "image.no_model"
+    def _refusal(self, model: str, kind: str) -> dict[str, Any]:
+        """Return why a model takes no image or no video, and the first model that takes one and runs here.
+
+        Args:
+            kind: "image" or "video".
+        """
+        able = [spec for spec in all_models(self._settings.weights_dir) if _place_of(spec, kind)]
+        refused = "image" if kind == "image" else "source"
+        code = f"{refused}.model_without" if able else f"{refused}.no_model"
         answer: dict[str, Any] = {
             "error": paragraph(Fact(code, {"model": model, "models": [spec.title for spec in able]}))
         }
@@ -202,9 +207,11 @@ class ImageAnswers:
         # Those on the page in its order, then, if it has the panel Models, those to download.
         downloads = [spec for spec in able if self._pictures and spec.name not in self._models]
         for spec in (*self._models.values(), *downloads):
-            if spec.image_input is not None and fit(spec, machine).runs:
+            place = _place_of(spec, kind)
+            if place and fit(spec, machine).runs:
                 installed = spec.name in self._models
-                return answer | {"offer": {"name": spec.name, "title": spec.title, "installed": installed}}
+                offer = {"name": spec.name, "title": spec.title, "installed": installed, "place": place}
+                return answer | {"offer": offer}
         return answer
 
     def _frame(self, job: Job, seconds: float | None, visitor: str) -> dict[str, Any]:
@@ -230,6 +237,18 @@ class ImageAnswers:
     def _kept(self, data: bytes, name: str, visitor: str) -> dict[str, Any]:
         use = self._keep(data, name, visitor)
         return {"image": use.reference, "width": use.width, "height": use.height, "picture": picture(_own(data))}
+
+
+def _place_of(spec: ModelSpec, kind: str) -> str:
+    """Return the place of a model where an image or a video goes that was dropped for another one; "" if none does.
+
+    Of a video, it is not one that the model needs with others.
+    """
+    if kind == "image":
+        return "image" if spec.starts_from_images else ""
+    if spec.video_input is not None:
+        return FIELD
+    return "control" if spec.control_input is not None and not spec.control_input.required else ""
 
 
 def _own(data: bytes) -> Image.Image:

@@ -676,7 +676,7 @@ class PreviewPanel:
             "field": summary.field,
             "problem": summary.problem,
             "size": None if plan is None else [plan.width, plan.height],
-            "control": None if plan is None else control_preview.about(plan, self._preview),
+            "control": None if plan is None or spec is None else control_preview.seen(plan, spec, self._preview),
             "state": state,
         }
 

@@ -19,7 +19,8 @@ from tests import tiny_models
 from tests.app_server import DEFAULTS, App, make_cache, serving_here
 from tests.browser.conftest import DESKTOP, PHONE, OpenPage, ask, open_chip, start, wait_for_state
 from tests.browser.test_accessibility import serious_issues
-from tests.browser.test_images import chosen, given, hand, value
+from tests.browser.test_images import chosen, given, hand, select_model, value
+from tests.image_files import encoded
 from tests.video.test_reader import make
 
 pytestmark = pytest.mark.browser
@@ -29,12 +30,13 @@ SEEN = "#images [data-place=control] .seen img"
 
 @pytest.fixture(scope="module")
 def steered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    """Return a web app with a tiny model that control videos steer, and one that videos start from."""
+    """Return a web app with tiny models: videos steer one, one starts from them, and one from images only."""
     cache = make_cache(tmp_path_factory.mktemp("control"))
-    model = tiny_models.build("wan2.1-vace", cache / "weights" / "steered")
-    sidecar = json.loads((cache / "weights" / "tiny" / "tandem.json").read_text(encoding="utf-8"))
-    sidecar |= {"title": "Steered", "defaults": DEFAULTS | {"negative_prompt": ""}}
-    (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
+    text = json.loads((cache / "weights" / "tiny" / "tandem.json").read_text(encoding="utf-8"))
+    for name, architecture in (("steered", "wan2.1-vace"), ("still", "wan2.2-i2v-a14b")):
+        model = tiny_models.build(architecture, cache / "weights" / name)
+        sidecar = text | {"title": name.capitalize(), "defaults": DEFAULTS | {"negative_prompt": ""}}
+        (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
     with serving_here(cache, model="steered") as running:
         yield running
     assert "Traceback" not in (cache / "server.txt").read_text(encoding="utf-8")
@@ -154,6 +156,63 @@ def test_the_page_shows_what_the_model_sees_of_the_part_that_is_used(
     page.click("[data-clear=control]")
     page.wait_for_selector("#control-frames", state="hidden")
     assert not page.is_visible("#control-used") and all("422" in line for line in page.complaints)
+
+
+def test_frames_that_are_given_borders_and_what_lies_between_two_videos(
+    open_page: OpenPage, steered: App, clip: Path
+) -> None:
+    page = open_page(url=steered.url)
+    # A model that takes no video says so before the file is sent, and offers one that does.
+    select_model(page, "Still")
+    page.wait_for_selector("#images .images[data-model=still]", state="attached")
+    hand(page, given(clip.read_bytes(), clip.name, "video/webm"))
+    page.wait_for_selector("#images .note.bad:has-text('Still does not start from a video. Select one of')")
+    assert not any("tandem/videos" in request for request in page.requests)
+    page.click("#images [data-offer]:has-text('Use')")
+    page.wait_for_selector("#images .images:not([data-model=still])", state="attached")
+    select_model(page, "Steered")
+    page.wait_for_selector("#images .images[data-model=steered]", state="attached")
+    open_chip(page, "images")
+    for clear in page.locator("#images [data-clear]:visible").all():
+        clear.click()
+    # The first image and the last one, without a control video: the rest is gray.
+    for field, color in (("image", "white"), ("last_image", "black")):
+        page.set_input_files(
+            f"#pick-{field}",
+            {"name": f"{color}.png", "mimeType": "image/png", "buffer": encoded(Image.new("RGB", (64, 32), color))},
+        )
+        chosen(page, f"{color}.png", field)
+    wait_for_frames(page, "9 frames: 1 given at the start, 1 at the end.")
+    shown = []
+    for key in ("Home", "ArrowRight", "End"):
+        page.press("#control-frame", key)
+        shown.append(round(brightness(page) / 127))
+    assert shown == [2, 1, 0]
+    # Borders of a control video, in shares of its sides.
+    for field in ("image", "last_image"):
+        page.click(f"[data-clear={field}]")
+    drop(page, clip)
+    wait_for_frames(page, "9 frames: 0.0 to 1.1 s of 3.0 s.")
+    before = page.get_attribute(SEEN, "src")
+    page.fill("#outpaint", "0, 0, 50, 0")
+    wait_for_another(page, before)
+    page.wait_for_function("() => window.tandem.value('outpaint') === '0, 0, 50, 0'")
+    page.click("[data-clear=control]")
+    # A video that was made is extended from several frames, and leads to another one.
+    page.keyboard.press("Escape")
+    ask(page)
+    start(page)
+    wait_for_state(page, "done")
+    page.click("#facts .menu summary")
+    page.click("#facts [data-extend]")
+    page.wait_for_selector("#images [data-place=extend] .seen:not([hidden]) img")
+    page.fill("#extend-frames", "3")
+    page.set_input_files("#pick-join", clip)
+    chosen(page, f"{clip.name}, 3.0 s", "join")
+    wait_for_frames(page, "9 frames: 3 given at the start, 3 at the end.")
+    page.press("#control-frame", "End")
+    assert brightness(page) < 40
+    assert serious_issues(page) == [] and page.complaints == []
 
 
 def test_a_mask_is_drawn_on_a_phone_and_by_keys(open_page: OpenPage, steered: App, clip: Path) -> None:

@@ -175,7 +175,7 @@ def test_compilation_of_the_vaes_kernels_is_counted(
     monkeypatch.setattr(vae, "import_module", lambda _: vae)
     spec = tiny("wan2.1")
     plan = tiny_plan(spec, tmp_path / "x.mp4", compile="always")
-    job = Alone(plan.replace(speed=plan.speed.replace(channels_last=True)))
+    job = Alone(plan.replace(speed=plan.speed.replace(channels_last=True, vae_kernels=True)))
     latents = torch.randn(1, 16, 1, 4, 6, generator=torch.Generator().manual_seed(5))
     taken = [0.0]
     with Residency() as residency:

@@ -210,7 +210,14 @@ def test_a_process_frees_texts_that_are_not_used_any_more(tmp_path: Path, monkey
     latents, timestep = torch.zeros(1), torch.tensor(500)
     steps: list[tuple[list[int], list[int], list[int]]] = [([0, 1], [0, 1], []), ([1, 2], [2], [0])]
     for numbers, new, forget in steps:
-        task = {"name": "transformer", "texts": numbers, "which": ["", ""], "fresh": False, "exact": True}
+        task = {
+            "name": "transformer",
+            "texts": numbers,
+            "which": ["", ""],
+            "fresh": False,
+            "exact": True,
+            "beside": None,
+        }
         embeddings = [torch.tensor([number]) for number in new]
         _, results = rank.forward({**task, "new": new, "forget": forget}, [latents, timestep, *embeddings])
         assert [int(result) for result in results] == numbers

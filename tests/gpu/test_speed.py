@@ -123,7 +123,7 @@ def test_a_kernel_for_fp8_that_was_built_before_is_used() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["wan2.1", "wan2.2-ti2v-5b"])
-@pytest.mark.parametrize("speed", [Speed(channels_last=True), Speed(channels_last=True, compiled=True)])
+@pytest.mark.parametrize("speed", [Speed(channels_last=True), Speed(channels_last=True, vae_kernels=True)])
 def test_optimizations_do_not_change_frames(
     architecture: str, speed: Speed, tiny: Callable[[str], ModelSpec], tmp_path: Path
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_block_of_96_channels_equals_diffusers() -> None:
     latents = torch.randn(1, vae.config.z_dim, 5, 12, 20, device="cuda:0")
     decoder, degraded = PyTorchVideoDecoder(vae), []
     wanted = torch.cat(list(decoder.frames(latents, 2)))
-    decoder.compute(Speed(channels_last=True, compiled=True), lambda *what: degraded.append(what))
+    decoder.compute(Speed(channels_last=True, vae_kernels=True), lambda *what: degraded.append(what))
     for chunk in (1, 3):
         got = torch.cat(list(decoder.frames(latents, chunk)))
         assert relative_error(got, wanted.cpu()) < 0.02

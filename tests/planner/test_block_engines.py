@@ -213,7 +213,7 @@ def test_the_vae_is_compiled_beside_engines_of_the_transformers(
     decoder = EngineOffer(backend="tensorrt", builder="b", engines=(use("vae_first"), use("vae_next")))
     made = plan([offer], on=on, others={"vae": [decoder]}, backends=asked, compile=compile_)
     speed, reason = made.speed, made.speed.compiled_reason
-    assert (speed.compiled, speed.channels_last) == (compiled, True)
+    assert (speed.compiled, speed.vae_kernels, speed.channels_last) == (False, compiled, True)
     assert reason is not None
     if code:
         assert (reason.code, reason.data["how"].code) == ("planner.only_vae_compiles", code)
@@ -232,7 +232,7 @@ def test_the_vae_is_compiled_beside_engines_if_that_pays_off() -> None:
         "backends": dict.fromkeys(EXPERTS, "tensorrt"),
     }
     asked, never = plan([blocks()], **long), plan([blocks()], compile="never", **long)
-    assert asked.speed.compiled
+    assert asked.speed.vae_kernels and not asked.speed.compiled
     saved = never.seconds["decode"].likely - asked.seconds["decode"].likely
     assert asked.speed.compiled_reason is not None
     how = asked.speed.compiled_reason.data["how"]

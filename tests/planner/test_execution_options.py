@@ -276,6 +276,59 @@ def test_compiling_pays_off_for_a_long_clip_and_not_for_a_short_one() -> None:
     assert long.seconds["compile"].likely == 20.0 and "compile" not in short.seconds
 
 
+LARGE: dict[str, Any] = {"width": 1280, "height": 720, "frames": 161, "steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "on", "kernels"),
+    [
+        (LARGE, gpu_machine(), True),
+        # Of a short clip they save less than they take to compile.
+        (LARGE | {"frames": 81}, gpu_machine(), False),
+        (LARGE | {"frames": 81, "compile": "always"}, gpu_machine(), True),
+        (LARGE | {"compile": "never"}, gpu_machine(), False),
+        (LARGE | {"offload": "model"}, gpu_machine(), True),
+        # Hooks would move weights that kernels read.
+        (LARGE | {"offload": "group"}, gpu_machine(), False),
+        (LARGE | {"quantization": "bnb-4bit"}, gpu_machine(packages=(*TRITON, ("bitsandbytes", "0.50"))), True),
+        (LARGE, gpu_machine(packages=()), False),
+        (LARGE, gpu_machine("NVIDIA L40S", (8, 9)), True),
+    ],
+    ids=["long", "short", "asked", "never", "model", "group", "bnb", "no triton", "ada"],
+)
+def test_the_vae_has_kernels_of_its_own_where_blocks_are_not_compiled(
+    values: dict[str, Any], on: Machine, kernels: bool
+) -> None:
+    made, plain = plan(on=on, **values), plan(on=on, **values | {"compile": "never"})
+    assert made.speed.vae_kernels is kernels and not plain.speed.vae_kernels
+    assert (Fact("planner.vae_kernels") in made.speed.reasons) is kernels
+    assert (made.seconds["decode"].likely < 0.9 * plain.seconds["decode"].likely) is kernels
+    if values.get("compile") == "always":
+        return
+    assert not made.speed.compiled
+    assert ("compile" in made.seconds) is kernels
+    if kernels:
+        # In the forecast before the first step, as blocks are.
+        assert made.seconds["compile"].likely == 5.0
+        assert made.seconds["load"].likely - plain.seconds["load"].likely == pytest.approx(5.0)
+
+
+def test_kernels_of_the_vae_that_are_compiled_already_are_loaded() -> None:
+    """A process that stays counts them once; measured seconds take precedence."""
+    here, one = gpu_machine(), plan(compile="always", **SHORT)
+    runs = compilation_runs(one.replace(speed=one.speed.replace(compiled=False)), A14B, here, 7.0, cached=False)
+    assert {run.kind.component for run in runs} == {"compiling vae"}
+    request = GenerationRequest(prompt="a boat", **SHORT)
+    for long_lived, history, kernels in ((False, [], False), (True, [], False), (True, runs, True)):
+        context = PlanningContext(here, Path("x.mp4"), history=history, long_lived=long_lived)
+        made = resolve(request, A14B, context)
+        assert (made.speed.compiled, made.speed.vae_kernels) == (False, kernels)
+        if kernels:
+            assert made.seconds["compile"].likely == 1.0
+    slow = resolve(GenerationRequest(prompt="a boat", **LARGE | {"frames": 101}), A14B, context._replace(history=runs))
+    assert slow.speed.vae_kernels is False
+
+
 def test_a_model_with_kernels_is_compiled_in_16_bits_if_its_code_is_cached() -> None:
     here = replace(gpu_machine(), cores=16)
     assert not plan(on=here).speed.compiled
@@ -510,6 +563,9 @@ def test_a_lower_memory_strategy_drops_options_that_take_memory() -> None:
     on = execution_options.with_less_memory(full, "model", "none")
     assert (on.compiled, on.attention, on.fused) == (True, "cudnn", False)
     assert not (on.text_kept or on.text_bytes or on.paired or on.graphed)
+    with_kernels = full.replace(vae_kernels=True)
+    kept = [execution_options.with_less_memory(with_kernels, how, "none") for how in ("model", "group")]
+    assert [speed.vae_kernels for speed in kept] == [True, False]
     assert not execution_options.with_less_memory(full, "group", "none").compiled
     assert not execution_options.with_less_memory(full, "none", "bnb-8bit").compiled
 
@@ -522,9 +578,14 @@ def test_runs_with_other_options_are_another_kind() -> None:
     assert runs["transformer"].kind.speed == "compiled cudnn"
     assert runs["vae"].kind.speed == "compiled channels last"
     assert Run.model_validate_json(runs["vae"].model_dump_json()) == runs["vae"]
-    fell = planned.replace(speed=planned.speed.replace(compiled=False))
-    components = [run.kind.component for run in runs_of(planned, fell, A14B, here, timings, {})]
-    assert components == ["text_encoder"]
+    for options, left in (
+        ({"compiled": False}, ["text_encoder", "vae"]),
+        ({"vae_kernels": False}, ["text_encoder", "transformer"]),
+        ({"compiled": False, "vae_kernels": False}, ["text_encoder"]),
+    ):
+        fell = planned.replace(speed=planned.speed.replace(**options))
+        components = [run.kind.component for run in runs_of(planned, fell, A14B, here, timings, {})]
+        assert components == left
     # What an earlier version wrote says nothing of it.
     old = runs["transformer"].model_dump(mode="json")
     del old["kind"]["speed"]

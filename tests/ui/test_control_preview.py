@@ -92,11 +92,41 @@ def test_the_frames_are_those_of_the_plan(page: Page) -> None:
     assert max(abs(a - b) for a, b in zip(*left, strict=True)) > 30
 
 
+def test_frames_that_are_given_are_seen_with_a_control_video_and_without(page: Page) -> None:
+    black, white = (
+        keep_image(encoded(Image.new("RGB", (64, 32), color)), f"{color}.png", "image", page.folder).reference
+        for color in ("black", "white")
+    )
+    extended_form = {"control": "", "extend": page.video.reference, "extend_frames": "5", "fps": "auto"}
+    seen = {}
+    for name, values in (
+        ("alone", {"control": "", "image": white, "last_image": black}),
+        ("steered", {"image": white, "last_image": black}),
+        ("extended", extended_form),
+    ):
+        key, *frames = page.lines(**values)
+        shown = control_preview.seen(page.plan(**values), page.spec)
+        assert shown is not None and key == {"key": shown["key"]}
+        assert [line["frame"] for line in frames] == list(range(shown["frames"]))
+        assert about(page.plan(**values)) is None or name == "steered"
+        seen[name] = [float(np.asarray(opened(line).convert("L")).mean()) for line in frames], shown
+    (alone, _), (steered, _), (extended, _) = seen.values()
+    assert alone[0] > 250 and alone[-1] < 5 and all(abs(gray - 127) < 3 for gray in alone[1:-1])
+    assert steered[0] > 250 and steered[-1] < 5 and steered[1:-1] != alone[1:-1]
+    assert all(abs(gray - 127) < 3 for gray in extended[5:])
+    # The given ones are of the video: not of one color.
+    assert all(len(opened(line).getcolors(2**16) or []) > 9 for line in page.lines(**extended_form)[1:6])
+    lines = [shown["line"] for _, shown in seen.values()]
+    given = [page_text(Fact("ui.given_frames", {"frames": 9, "first": n, "last": m})).what for n, m in ((1, 1), (5, 0))]
+    assert [lines[0], lines[2]] == given and lines[1] == (about(page.plan()) or {})["line"]
+    assert len({shown["key"] for _, shown in seen.values()}) == 3
+
+
 def test_a_set_of_frames_has_another_key_if_it_differs(page: Page) -> None:
     mask = keep_image(encoded(picture(96, 48)), "mask.png", "mask", page.folder)
     changes: list[dict[str, Any]] = [
         {}, {"control_start": 0.5}, {"preprocess": "gray"}, {"mask": mask.reference}, {"frames": 5}, {"width": 32},
-        {"image_fit": "fit"}, {"image_position": 20}, {"fps": 6},
+        {"image_fit": "fit"}, {"image_position": 20}, {"fps": 6}, {"outpaint": "0,0,50,0"},
     ]  # fmt: skip
     keys = [(about(page.plan(**values), page.preview) or {})["key"] for values in changes]
     assert len({*keys}) == len(changes)

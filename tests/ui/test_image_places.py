@@ -19,7 +19,7 @@ from runtime.core.images import ImageUse
 from runtime.core.request import OVERLAPS, PREPROCESSING
 from runtime.core.settings import Settings
 from runtime.models.catalogue import find
-from runtime.models.images import find_image, image_models, keep_image
+from runtime.models.images import all_models, find_image, image_models, keep_image
 from runtime.models.spec import ModelSpec
 from runtime.ui import image_places
 from runtime.ui.formatting import paragraph
@@ -153,22 +153,34 @@ def test_a_text_model_names_those_that_start_from_images_and_offers_one_that_run
     settings, text = Settings(cache_dir=tmp_path / "cache"), tiny("wan2.1")
     able = replace(taking_images(text), name="images")
 
-    def answer(models: dict[str, ModelSpec], ram_free_gib: float = 20, *, pictures: bool = True) -> dict[str, Any]:
+    def answer(
+        models: dict[str, ModelSpec], ram_free_gib: float = 20, kind: str = "image", *, pictures: bool = True
+    ) -> dict[str, Any]:
         def keep(data: bytes, name: str, _visitor: str) -> ImageUse:
             return keep_image(data, name, "image", settings.cache_dir)
 
         page = ImageAnswers(settings, keep, models, lambda: machine(ram_free_gib=ram_free_gib), pictures=pictures)
-        return page.answer({"what": "refusal", "model": "Tiny"}, None, "")
+        return page.answer({"what": "refusal", "model": "Tiny", "kind": kind}, None, "")
 
     titles = [spec.title for spec in image_models(settings.weights_dir)]
     with_model = answer({"text": text, "images": able})
     assert with_model["error"] == paragraph(Fact("image.model_without", {"model": "Tiny", "models": titles}))
-    assert with_model["offer"] == {"name": able.name, "title": able.title, "installed": True}
+    assert with_model["offer"] == {"name": able.name, "title": able.title, "installed": True, "place": "image"}
     assert "\n" not in json.dumps(with_model)
     # A model to download is offered to the owner only, and none that is too large.
     assert not answer({"text": text}, 2000)["offer"]["installed"]
     assert "offer" not in answer({"text": text}, 2000, pictures=False)
     assert "offer" not in answer({"text": text, "images": able}, 0.001)
+    # A video goes to a model that starts from one or is steered by one, and not to one that needs two.
+    steered, animated = tiny("wan2.1-vace"), tiny(ANIMATE)
+    without = replace(text, video_input=None)
+    by_video = answer({spec.name: spec for spec in (animated, without, steered)}, kind="video")
+    assert by_video["offer"] == {"name": steered.name, "title": steered.title, "installed": True, "place": "control"}
+    titles = [spec.title for spec in all_models(settings.weights_dir) if spec.video_input or spec.control_input]
+    titles = [title for title in titles if "Animate" not in title]
+    assert by_video["error"] == paragraph(Fact("source.model_without", {"model": "Tiny", "models": titles}))
+    started = answer({"text": text, "steered": steered}, kind="video")
+    assert started["offer"]["place"] == "video"
 
 
 def test_a_frame_is_the_one_of_that_number(tmp_path: Path) -> None:

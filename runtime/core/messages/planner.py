@@ -420,6 +420,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.only_vae_compiles": Message("Engines compute the transformers; for the VAE: {how:clause}."),
     "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),
     "planner.engines_compute": Message("The transformers run on engines."),
+    "planner.vae_kernels": Message("The VAE uses Triton kernels."),
     "planner.attention_asked": Message("{attention:kernel}, as requested."),
     "planner.sparse_asked": Message(
         "{attention:kernel} with a threshold of {tau:g}, as requested; {exact:kernel} in the first fifth of the steps "

@@ -29,6 +29,7 @@ MESSAGES: Mapping[str, Message] = {
     "ui.control_made_later": Message(
         "{kind:setting} of these frames is shown once a video with it was made; now they are shown as they are."
     ),
+    "ui.given_frames": Message("{frames:n frame}: {first} given at the start, {last} at the end."),
     "ui.video_gone": Message("The file does not exist any more: {file}"),
     "ui.video_outside": Message("The file is not in the outputs folder: {file}"),
     "ui.cannot_draw": Message("{model} cannot draw: {words}."),

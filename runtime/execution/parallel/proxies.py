@@ -30,7 +30,7 @@ _TEXTS_KEPT = 2
 def shared_speed(speed: Speed, name: str) -> Speed:
     """Return the options of a plan's `Speed` that apply on several GPUs: no paired passes."""
     if name == "vae":
-        return Speed(compiled=speed.compiled, channels_last=speed.channels_last)
+        return Speed(vae_kernels=speed.vae_kernels, channels_last=speed.channels_last)
     fields = ("attention", "sparse_tau", "nag", "compiled", "text_kept", "graphed", "fused")
     return Speed(**{field: getattr(speed, field) for field in fields})
 
@@ -67,10 +67,12 @@ class SharedDenoiser:
         check: raises if the job is cancelled.
 
     Attributes:
+        channels: how many channels of the latents are denoised; `None` if all are sent in each step.
         on_failed, on_skipped: called with what a process reports of its block engines; see `BlockEngines`.
     """
 
     pairs = True
+    channels: int | None = None
     on_failed: Callable[[Fact], None]
     on_skipped: Callable[[Fact], None]
 
@@ -81,6 +83,7 @@ class SharedDenoiser:
         self._name = name
         self._dtype = dtype
         self._texts = texts
+        self._beside: torch.Tensor | None = None
         self._fresh = self._exact = False
         self.check = check
 
@@ -102,6 +105,7 @@ class SharedDenoiser:
 
     def forget(self) -> None:
         """Free what the processes cache for a clip, and their CUDA graphs. Not for block engines, which it drops."""
+        self._beside = None
         if self._group.alive:
             self._group.call("forget", _not_cancelled, name=self._name)
 
@@ -121,18 +125,24 @@ class SharedDenoiser:
         """See `Denoiser`; passes run at the same time if they run on different GPUs."""
         fresh, self._fresh = self._fresh, False
         numbers, forgotten, new, sent = self._texts.number(list(texts.values()))
+        denoised, beside = self._divided(latents.to(self._dtype))
+        is_new = beside is not None and not self._has_sent(beside)
+        tensors = [denoised, timestep, *([beside] if beside is not None and is_new else [])]
         answers = self._group.call(
             "forward",
             self.check,
-            [latents.to(self._dtype), timestep, *(text.to(self._dtype) for text in sent)],
+            [*tensors, *(text.to(self._dtype) for text in sent)],
             name=self._name,
             texts=numbers,
+            beside=None if beside is None else "new" if is_new else "sent",
             which=list(texts),
             fresh=fresh,
             exact=self._exact,
             forget=forgotten,
             new=new,
         )
+        if beside is not None and is_new:
+            self._beside = beside.clone()
         results: dict[int, torch.Tensor] = {}
         for answer in answers:
             results |= zip(answer.values["passes"], answer.tensors, strict=True)
@@ -141,6 +151,17 @@ class SharedDenoiser:
             for reason in answer.values["skipped"]:
                 self.on_skipped(Fact.model_validate(reason))
         return [results[index].to(latents.device) for index in range(len(texts))]
+
+    def _divided(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the channels that are denoised, and those beside them, if there are any."""
+        if self.channels is None or latents.shape[1] == self.channels:
+            return latents, None
+        return latents[:, : self.channels], latents[:, self.channels :]
+
+    def _has_sent(self, beside: torch.Tensor) -> bool:
+        """Return whether the processes have these channels, which are the same in all steps of a clip."""
+        sent = self._beside
+        return sent is not None and sent.shape == beside.shape and torch.equal(sent, beside)
 
 
 class SharedSectionDenoiser(SharedDenoiser):
@@ -317,6 +338,9 @@ class GroupManager:
                 return Shared(group, name, SharedVideoDecoder(group, check))
             dtype = getattr(torch, answers[0].values["dtype"])
             denoiser = _denoiser_kind(spec)(group, name, dtype, self._texts, check)
+            # Latents of video and sound are (1, numbers), and those of a section have nothing beside them.
+            if spec.sound_latents is None and spec.section is None:
+                denoiser.channels = spec.vae.z_dim
             return Shared(group, name, denoiser, engines.pop_all())
 
     def reset_peak_memory(self) -> None:

@@ -141,6 +141,8 @@ class Rank:
         self._vae: ComponentPlan | None = None
         self._frames: Iterator[torch.Tensor] = iter(())
         self._texts: dict[int, torch.Tensor] = {}
+        # Channels of the latents that are not denoised, by transformer.
+        self._beside: dict[str, torch.Tensor] = {}
         self._engines: dict[str, OpenEngines] = {}
         # What block engines report, until the next answer.
         self._failed: list[Fact] = []
@@ -229,6 +231,7 @@ class Rank:
         self._step_caches.pop(name, ExitStack()).close()
         self._denoisers.pop(name, None)
         self._modules.pop(name, None)
+        self._beside.pop(name, None)
         if name in self._engines:
             self._engines.pop(name).close()
         if name == "vae":
@@ -246,6 +249,7 @@ class Rank:
 
     def forget(self, task: Mapping[str, Any], _: list[torch.Tensor]) -> Answer:
         """Free what a transformer caches for a clip, and its CUDA graphs."""
+        self._beside.pop(task["name"], None)
         self._denoisers[task["name"]].forget()
         return {}, []
 
@@ -282,8 +286,12 @@ class Rank:
         - `texts`, `which`: the text embeddings (by number) and the kind of each pass
         - `new`, `forget`: numbers of the text embeddings that this message contains, and of those to free
         - `fresh`, `exact`: see `Denoiser.begin_step`
+        - `beside`: channels that are not denoised: "new" if the message has them, "sent" for the last ones, `None`
         """
+        name = task["name"]
         latents, timestep, *new = tensors
+        if task["beside"] == "new":
+            self._beside[name] = new.pop(0).to(self._device)
         for number in task["forget"]:
             self._texts.pop(number, None)
         for number, text in zip(task["new"], new, strict=True):
@@ -294,7 +302,9 @@ class Rank:
         groups = dist.get_world_size() // self._sequence
         passes = [index for index in range(len(texts)) if index % groups == group]
         latents, timestep = latents.to(self._device), timestep.to(self._device)
-        denoiser = self._denoisers[task["name"]]
+        if task["beside"]:
+            latents = torch.cat([latents, self._beside[name]], dim=1)
+        denoiser = self._denoisers[name]
         denoiser.begin_step(fresh=task["fresh"], exact=task["exact"])
         results = [denoiser(latents, timestep, self._texts[texts[index]], task["which"][index]) for index in passes]
         reports = {"failed": self._failed, "skipped": self._skipped}

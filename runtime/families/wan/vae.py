@@ -270,9 +270,9 @@ def triton_ops(
 
     def report(reason: Fact) -> None:
         if on_degraded is not None:
-            on_degraded("compiled", reason)
+            on_degraded("vae_kernels", reason)
 
-    fast = speed.compiled and speed.channels_last and triton_runs_on(device)
+    fast = speed.vae_kernels and speed.channels_last and triton_runs_on(device)
     return TritonVaeOps(device, dtype, report) if fast else None
 
 

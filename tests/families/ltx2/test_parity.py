@@ -22,12 +22,13 @@ from runtime.core.request import SOUND_DECODERS
 from runtime.execution.components import Denoiser, StreamDenoiser
 from runtime.execution.residency import Residency
 from runtime.families.ltx2.spec import DISTILLED_LEVELS
+from runtime.models.given_frames import images_of
 from runtime.models.images import find_image
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec, StreamGuidance
 from runtime.models.weights import load_scheduler
 from runtime.pipeline.sampling import Conditioning, GivenFrames, Guidance, decode, denoise, get_noise, get_schedule
-from runtime.pipeline.stages import image_latents, images_of
+from runtime.pipeline.stages import image_latents
 from runtime.pipeline.stream_guidance import StreamSampling
 from tests.image_files import saved, with_saved
 from tests.plans import Alone, tiny_plan

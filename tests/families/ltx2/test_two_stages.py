@@ -31,12 +31,12 @@ from runtime.execution.streams import Streams
 from runtime.families.ltx2.spec import REFINING_LEVELS
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.families.ltx2.vae import PyTorchLatentUpsampler
+from runtime.models.given_frames import images_of
 from runtime.models.loras import with_loras
 from runtime.models.registry import published_models, read_spec
 from runtime.models.spec import LATENT_UPSAMPLER, ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.stages import images_of
 from tests.families.conftest import Command
 from tests.families.ltx2.test_faults import Clip, save_each_step
 from tests.families.ltx2.test_loras import factors, named

@@ -1,7 +1,8 @@
 """Animate on block engines: they are those of Wan's models for images; the attention to the face runs in PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.planner import memory_model
 from tests.block_engine_files import ANY_SIZE, BUILDER
-from tests.engines.test_block_reference import Part, key_of, part_of
+from tests.engines.test_block_reference import Part, Tensors, key_of, part_of
 from tests.families.hunyuan_video.test_block_programs import Engines, on_engines
 from tests.families.ltx2.test_block_programs import Untouched
 from tests.families.ltx2.test_several_gpus import PART
@@ -87,12 +88,13 @@ def test_weights_in_half_precision_lose_as_little_as_in_pytorch(tiny: Tiny) -> N
 def test_engines_are_verified(tiny: Tiny) -> None:
     spec = tiny(ANIMATE)
     spec = replace(spec, defaults=replace(spec.defaults, width=96, height=64, frames=5))
+
+    def scaled(factor: float, _: Mapping[str, torch.Tensor], outputs: Tensors) -> Tensors:
+        return {name: tensor * factor for name, tensor in outputs.items()}
+
     for program in spec.block_programs:
         for error in (1.0, 1.05):
-            session = Part(
-                part_of(spec, program, "float32"),
-                lambda _, outputs, error=error: {name: tensor * error for name, tensor in outputs.items()},
-            )
+            session = Part(part_of(spec, program, "float32"), partial(scaled, error))
             key = key_of(spec, program, "float32")
             found = compare_blocks(session, spec, "transformer", key, "cpu", random_text(spec))
             assert found.passed == (error == 1.0), (program, error, found.detail)

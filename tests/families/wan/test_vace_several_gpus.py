@@ -1,14 +1,16 @@
 """VACE in several processes: passes, step caches and whole clips equal those of one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from runtime.core.plan import EAGER, Speed
 from runtime.execution.components import PROMPTED, UNPROMPTED
+from runtime.execution.parallel.group import Group
 from runtime.execution.parallel.proxies import GroupManager, SharedControlDenoiser
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.models.spec import ModelSpec
@@ -72,6 +74,28 @@ def test_a_pass_of_two_processes_equals_that_of_one(tiny: Tiny, load: Load, subt
             other = denoiser(joined(SIZES[0]), timestep, texts[PROMPTED])
             torch.testing.assert_close(shared(joined(SIZES[0]), timestep, texts[PROMPTED]), other, rtol=0, atol=1e-5)
             denoiser.steer(SCALES)
+
+
+def test_control_latents_are_sent_once(tiny: Tiny, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, text, channels, call = tiny("wan2.1-vace"), inputs(tiny("wan2.1-vace"))[2][0], list[list[int]](), Group.call
+
+    def recorded(self: Group, task: str, check: Any, tensors: Sequence[torch.Tensor] = (), **values: Any) -> Any:
+        if task == "forward":
+            channels.append([tensor.shape[1] for tensor in tensors if tensor.ndim == 5])
+        return call(self, task, check, tensors, **values)
+
+    monkeypatch.setattr(Group, "call", recorded)
+    denoiser, latents = alone(spec), joined(SIZES[1])
+    with load(EAGER) as shared:
+        for number in range(3):
+            # The noise changes in each step, and then the control video; a clip's end forgets it.
+            latents[:, : 16 if number < 2 else None] *= 0.9
+            got, wanted = (each(latents, torch.tensor(400.0), text) for each in (shared, denoiser))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        shared.forget()
+        shared.steer(SCALES)
+        torch.testing.assert_close(shared(latents, torch.tensor(400.0), text), wanted, rtol=0, atol=1e-5)
+    assert channels == [[16, 96], [16], [16, 96], [16, 96]]
 
 
 def test_reduced_attention_equals_that_of_one_process(tiny: Tiny, load: Load, subtests: pytest.Subtests) -> None:
