@@ -2,6 +2,7 @@
 
     POST   /v1/videos                create a video: JSON, or a form with an image
     POST   /v1/videos/plan           what a video would take, from the same body
+    POST   /v1/videos/settings       another program's settings as fields of a video
     GET    /v1/videos                the caller's videos, in pages
     GET    /v1/videos/{id}           one video
     GET    /v1/videos/{id}/content   its MP4, a still image, or while it is made a clip of what is finished
@@ -56,6 +57,7 @@ from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
+from runtime.models.other_programs import read_settings
 from runtime.models.requested import check_inputs
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_picture, keep_video
@@ -74,7 +76,19 @@ from runtime.server.image_queue import ImageQueue
 from runtime.server.job_files import SentVideo, etag_of, find_output
 from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
-from runtime.server.video_objects import DeletedVideo, Model, ModelList, Video, VideoList, VideoPlan, plan_of, video_of
+from runtime.server.video_objects import (
+    DeletedVideo,
+    LeftOut,
+    Model,
+    ModelList,
+    Video,
+    VideoList,
+    VideoPlan,
+    VideoSettings,
+    VideoTags,
+    plan_of,
+    video_of,
+)
 from runtime.server.visitor_limits import HOUR_SECONDS, check_disk
 from runtime.server.visitors import private_folders, without_paths
 from runtime.server.watchers import Watchers
@@ -177,6 +191,16 @@ class VideoApi:
             responses=errors,
             openapi_extra={"requestBody": _body()["requestBody"]},
         )
+        add(
+            "/v1/videos/settings",
+            self.settings_of,
+            methods=["POST"],
+            response_model=VideoSettings,
+            responses=errors,
+            openapi_extra={
+                "requestBody": {"content": {video_requests.JSON: {"schema": VideoTags.model_json_schema()}}}
+            },
+        )
         add("/v1/videos", self.list, methods=["GET"], response_model=VideoList, responses=errors)
         add("/v1/videos/{video_id}", self.retrieve, methods=["GET"], response_model=Video, responses=errors)
         add("/v1/videos/{video_id}", self.delete, methods=["DELETE"], response_model=DeletedVideo, responses=errors)
@@ -232,6 +256,21 @@ class VideoApi:
         copies = await self._keep(request, values, files) if files else {}
         self._check_caller(caller)  # reading a body and its files takes time
         return await asyncio.to_thread(self._planned, values, copies, caller)
+
+    async def settings_of(self, request: Request) -> VideoSettings:
+        """Return the settings in the metadata of another program's file as fields of a video; creates nothing."""
+        tags, _ = await self._bodies.read(request, _owner(_caller(request)) or "")
+        found = await asyncio.to_thread(read_settings, tags)
+        if found is None:
+            raise refused(400, "server.api_no_settings")
+        found = found.checked()
+        return VideoSettings(
+            program=found.program,
+            request=found.values,
+            their_model=found.model,
+            nearest_model=found.nearest_model,
+            left_out=[LeftOut(name=name, value=value) for name, value in found.left_out],
+        )
 
     def list(
         self,
