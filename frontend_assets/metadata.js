@@ -1,10 +1,12 @@
-// Reads the comment of a file that Tandem made: an MP4, MOV, WebM, PNG, GIF or WebP. The browser reads it, a few bytes at
-// a time; nothing is uploaded. The files are written by `runtime/video/mp4.py`, `export.py` and `image_metadata.py`.
+// Reads the tags of a file that Tandem or another program made: an MP4, MOV, WebM, PNG, GIF or WebP. The browser reads
+// them, a few bytes at a time. Tandem's comments are written by `runtime/video/mp4.py`, `export.py` and
+// `image_metadata.py`; names are in lower case here.
 (() => {
   "use strict";
   const MAX_BYTES = 32 * 1024 * 1024;      // of an index or a chunk that holds the comment
   const GIF_BYTES = 4 * 1024 * 1024;       // of the start of a GIF, which has it
   const MOVIE = "moov", SEGMENT = 0x18538067, TAGS = 0x1254C367, TAG = 0x7373, SIMPLE = 0x67C8, NAME = 0x45A3, TEXT = 0x4487;
+  const MOST_TAGS = 100;
   class Damaged extends Error {}
 
   const part = async (file, start, end) => {
@@ -13,6 +15,7 @@
   };
   const text = (data, start = 0, end = data.byteLength) =>
     new TextDecoder().decode(new Uint8Array(data.buffer, data.byteOffset + start, end - start));
+  const latin = (data) => new TextDecoder("latin1").decode(data);
 
   // MP4 and MOV: boxes. Returns where the content of the box at `at` begins and where it ends.
   const boxName = (data, at) => String.fromCharCode(...[4, 5, 6, 7].map((offset) => data.getUint8(at + offset)));
@@ -50,14 +53,17 @@
     if (!meta) return null;
     // A meta box has a version before what it holds.
     const place = [meta[0] + 4, meta[1]], keys = inside(data, place, "keys"), values = inside(data, place, "ilst");
-    let wanted = "\u00a9cmt";
-    for (let at = keys ? keys[0] + 8 : 0, number = 1; keys && at < keys[1]; number += 1) {
+    const wanted = new Map([["\u00a9cmt", "comment"]]), tags = {};
+    for (let at = keys ? keys[0] + 8 : 0, number = 1; keys && at < keys[1] && number <= MOST_TAGS; number += 1) {
       const [start, end] = box(data, at, keys[1]);
-      if (text(data, start, end) === "comment") wanted = number;
+      wanted.set(number, text(data, start, end).toLowerCase());
       at = end;
     }
-    const value = values && inside(data, values, wanted), content = value && inside(data, value, "data");
-    return content && text(data, content[0] + 8, content[1]);
+    for (const [kind, name] of values ? wanted : []) {
+      const value = inside(data, values, kind), content = value && inside(data, value, "data");
+      if (content) tags[name] = text(data, content[0] + 8, content[1]);
+    }
+    return tags;
   };
 
   // WebM: elements. The highest bit of the first byte of a number says how long it is.
@@ -83,26 +89,34 @@
     return null;
   };
   const tagged = (data) => {
+    const tags = {};
     for (const tag of children(data, 0, data.byteLength)) {
       for (const simple of tag.id === TAG ? children(data, tag.start, tag.end) : []) {
         if (simple.id !== SIMPLE) continue;
         const fields = new Map([...children(data, simple.start, simple.end)].map((child) => [child.id, child]));
         const [name, value] = [NAME, TEXT].map((id) => fields.get(id))
           .map((child) => child && text(data, child.start, child.end));
-        if (name === "COMMENT") return value;
+        if (name) tags[name.toLowerCase()] = value ?? "";
       }
     }
-    return null;
+    return tags;
   };
 
   const png = async (file) => {
+    const tags = {};
     for (let at = 8; at + 12 <= file.size;) {
       const head = await part(file, at, at + 8), size = head.getUint32(0), name = boxName(head, 0);
-      if (name === "iTXt") {
-        const content = text(await part(file, at + 8, at + 8 + size));
-        if (content.startsWith("Comment\0")) return content.slice("Comment\0\0\0\0\0".length);
+      if (name === "IDAT" || Object.keys(tags).length >= MOST_TAGS) return tags;
+      if (name === "iTXt" || name === "tEXt") {
+        const data = await part(file, at + 8, at + 8 + size);
+        if (name === "tEXt") {
+          const [key, ...value] = latin(data).split("\0");
+          tags[key.toLowerCase()] = value.join("\0");
+        } else {  // whether it is compressed, the method, a language, and the translated name are before the text
+          const [, key, compressed, value] = /^([^\0]*)\0([^])[^][^\0]*\0[^\0]*\0([^]*)$/.exec(text(data)) ?? [];
+          if (compressed === "\0") tags[key.toLowerCase()] = value;
+        }
       }
-      if (name === "IDAT") return null;
       at += 12 + size;
     }
     throw new Damaged();
@@ -114,7 +128,7 @@
     for (let at = 13 + colors; data.getUint8(at) === 0x21;) {
       const isComment = data.getUint8(at + 1) === 0xfe, blocks = [];
       for (at += 2; data.getUint8(at); at += 1 + data.getUint8(at)) blocks.push(text(data, at + 1, at + 1 + data.getUint8(at)));
-      if (isComment) return blocks.join("");
+      if (isComment) return { comment: blocks.join("") };
       at += 1;
     }
     return null;
@@ -125,7 +139,8 @@
       const head = await part(file, at, at + 8), size = head.getUint32(4, true);
       if (text(head, 0, 4) === "XMP ") {
         const xmp = new DOMParser().parseFromString(text(await part(file, at + 8, at + 8 + size)), "application/xml");
-        return xmp.getElementsByTagNameNS("*", "li")[0]?.textContent ?? null;
+        const comment = xmp.getElementsByTagNameNS("*", "li")[0]?.textContent;
+        return comment ? { comment } : null;
       }
       at += 8 + size + size % 2;
     }
@@ -136,13 +151,13 @@
     ["\x89PNG", 0, png], ["GIF8", 0, gif], ["WEBP", 8, webp], ["\x1aE\xdf\xa3", 0, webm], ["ftyp", 4, mp4],
   ];
   window.tandem.Damaged = Damaged;
-  // Returns the comment of a file, `null` if it has none.
-  window.tandem.commentOf = async (file) => {
+  // Returns the texts of a file's tags by name.
+  window.tandem.tagsOf = async (file) => {
     const start = String.fromCharCode(...new Uint8Array(await file.slice(0, 12).arrayBuffer()));
     const [, , read] = READERS.find(([bytes, at]) => start.startsWith(bytes, at)) ?? [];
     if (!read) throw new Damaged();
     try {
-      return await read(file);
+      return await read(file) ?? {};
     } catch (error) {
       if (error instanceof Damaged || error instanceof RangeError) throw new Damaged();
       throw error;

@@ -1,8 +1,9 @@
 // Settings from a video, or an image exported from one: its comment has the request as JSON, see metadata.js. JSON files
-// with a request are read too. Nothing is uploaded.
+// with a request are read too. Of files that other programs made, only the tags are sent, which the server reads.
 (() => {
   "use strict";
-  const MAX_TEXT = 1024 * 1024;        // of a JSON file
+  const MAX_TEXT = 4 * 1024 * 1024;    // of a JSON file
+  const MAX_TAGS = 120 * 1024;         // sent to the server
   const $ = (selector) => document.querySelector(selector);
   const { Damaged } = window.tandem;
 
@@ -14,22 +15,41 @@
     return made.plan ? { ...request, model_version: made.plan.model_version ?? 1 } : request;
   };
 
+  // Returns what the server reads of the tags of ComfyUI, Wan2GP or FramePack-Studio, `null` for other tags.
+  const OTHERS = /"class_type"|"widgets_values"|"type":\s*"WanGP|"latent_window_size"/;
+  const PARTS = ["id", "type", "mode", "inputs", "widgets_values"];
+  const parsed = (text) => { try { return JSON.parse(text); } catch { return text; } };
+  // Without places and colors: a workflow has hundreds of kilobytes.
+  const essential = (value) => !Array.isArray(value?.nodes) ? value : {
+    nodes: value.nodes.map((node) => Object.fromEntries(PARTS.map((name) => [name, node?.[name]]))), links: value.links,
+  };
+  const ofOthers = (tags) => {
+    if (!("latent_window_size" in tags) && !Object.values(tags).some((text) => OTHERS.test(text))) return null;
+    const kept = {};
+    for (const [name, text] of Object.entries(tags)) kept[name] = OTHERS.test(text) ? essential(parsed(text)) : text;
+    if (OTHERS.test(tags.prompt)) delete kept.workflow;
+    if (JSON.stringify(kept).length > MAX_TAGS) throw new Damaged();
+    return { tags: kept };
+  };
+
   // Returns the request of a video, `null` if it has none. Small pictures of its images are in the file too.
   const requestOf = async (file) => {
-    const text = await window.tandem.commentOf(file);
+    const tags = await window.tandem.tagsOf(file);
+    let made;
     try {
-      const made = JSON.parse(text).tandem;
+      made = JSON.parse(tags.comment).tandem;
       window.tandem.thumbnails(made.images);
-      return settingsOf(made);
-    } catch { return null; }
+    } catch { return ofOthers(tags); }
+    return settingsOf(made);
   };
 
   // Returns the request in a JSON file: one of Tandem's own objects that have it, or the request itself.
   const requestIn = async (file) => {
     if (file.size > MAX_TEXT) throw new Damaged();
-    let content;
-    try { content = JSON.parse(await file.text()); } catch { throw new Damaged(); }
-    return settingsOf(content?.tandem ?? content);
+    const text = await file.text(), content = parsed(text);
+    const others = content?.tandem || content?.request ? null : ofOthers({ json: text });
+    if (!others && content === text) throw new Damaged();
+    return others ?? settingsOf(content?.tandem ?? content);
   };
 
   // Fills the form and shows it; the server lists the values that it does not take. Without settings, the reason
@@ -37,7 +57,7 @@
   const restore = async (file, isDropped = false) => {
     const { panels } = window.tandem;
     const isText = /\.json$/i.test(file.name) || file.type === "application/json";
-    const choose = "Choose a video or image that Tandem made, or a JSON file with its request.";
+    const choose = "Choose a video, image or JSON file of Tandem, ComfyUI, Wan2GP or FramePack-Studio.";
     let text, request = null;
     try {
       request = await (isText ? requestIn(file) : requestOf(file));

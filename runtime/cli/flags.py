@@ -141,9 +141,20 @@ _FIELD_OF = {
 # The fields that options without a value turn off, and these options by their names as parameters.
 _OFF_FLAGS = {field: declared.off_flag for field, declared in FIELDS.items() if isinstance(declared, Choice)}
 _OFF_FIELD_OF = {flag.removeprefix("--").replace("-", "_"): field for field, flag in _OFF_FLAGS.items() if flag}
-_PROMPT = _parameter(
-    "prompt", Annotated[str, typer.Argument(metavar="PROMPT", help=FIELDS["prompt"].help)], inspect.Parameter.empty
+_PROMPT = _parameter("prompt", Annotated[str | None, typer.Argument(metavar="PROMPT", help=FIELDS["prompt"].help)])
+_SETTINGS_OF = _parameter(
+    "settings_of",
+    Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Use the settings in a video, PNG or JSON file of Tandem, ComfyUI, Wan2GP or FramePack-Studio. PROMPT "
+            "and other options take precedence.",
+        ),
+    ],
 )
+# Fields of a file that give way to another one of the options.
+_GIVE_WAY = {"frames": "seconds", "seconds": "frames", "guidance_scale": "guidance_scale_2"}
 OPTIONS: Mapping[str, inspect.Parameter] = {
     **{name: _option(name, FIELDS[field]) for name, field in _FIELD_OF.items()},
     **{name: _off_option(name, field) for name, field in _OFF_FIELD_OF.items()},
@@ -210,7 +221,21 @@ def _takes(
 
 def takes_request(command: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a command whose first parameter is a `GenerationRequest`: typer sees prompt and options instead."""
-    return _takes([_PROMPT, *OPTIONS.values()], request_from_flags)(command)
+    return _takes([_PROMPT, _SETTINGS_OF, *OPTIONS.values()], _request_from_file_and_flags)(command)
+
+
+def _request_from_file_and_flags(flags: Flags) -> GenerationRequest:
+    file, given = flags["settings_of"], {name: text for name, text in flags.items() if name != "settings_of"}
+    if file is None:
+        return request_from_flags(given)
+    # It reads files with ffmpeg, which few commands need.
+    from runtime.cli.settings_file import settings_of
+
+    fields = fields_from_flags(given)
+    stored = settings_of(file)
+    for field in fields:
+        stored.pop(_GIVE_WAY.get(field, ""), None)
+    return GenerationRequest.from_mapping({"model": settings.load().model, **stored, **fields})
 
 
 def takes_request_or_list(command: Callable[..., Result]) -> Callable[..., Result]:

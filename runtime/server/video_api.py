@@ -5,6 +5,7 @@
     POST   /v1/videos/batch          several videos: the same body with a grid
     GET    /v1/videos/batch/{id}     the videos of a batch
     GET    /v1/videos/batch/{id}/sheet   its contact sheet
+    POST   /v1/videos/settings       another program's settings as fields of a video
     GET    /v1/videos                the caller's videos, in pages
     GET    /v1/videos/{id}           one video
     GET    /v1/videos/{id}/content   its MP4, a still image, or while it is made a clip of what is finished
@@ -60,6 +61,7 @@ from runtime.core.settings import LOOPBACK, Settings
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
+from runtime.models.other_programs import read_settings
 from runtime.models.requested import check_inputs
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_picture, keep_video
@@ -81,12 +83,15 @@ from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
 from runtime.server.video_objects import (
     DeletedVideo,
+    LeftOut,
     Model,
     ModelList,
     Video,
     VideoBatch,
     VideoList,
     VideoPlan,
+    VideoSettings,
+    VideoTags,
     plan_of,
     video_of,
 )
@@ -205,6 +210,16 @@ class VideoApi:
         add(f"{batch}/{{batch_id}}", self.batch, methods=["GET"], response_model=VideoBatch, responses=errors)
         png = {200: {"content": {"image/png": {}}}, **errors}
         add(f"{batch}/{{batch_id}}/sheet", self.sheet, methods=["GET"], responses=png, response_class=Response)
+        add(
+            "/v1/videos/settings",
+            self.settings_of,
+            methods=["POST"],
+            response_model=VideoSettings,
+            responses=errors,
+            openapi_extra={
+                "requestBody": {"content": {video_requests.JSON: {"schema": VideoTags.model_json_schema()}}}
+            },
+        )
         add("/v1/videos", self.list, methods=["GET"], response_model=VideoList, responses=errors)
         add("/v1/videos/{video_id}", self.retrieve, methods=["GET"], response_model=Video, responses=errors)
         add("/v1/videos/{video_id}", self.delete, methods=["DELETE"], response_model=DeletedVideo, responses=errors)
@@ -279,6 +294,21 @@ class VideoApi:
         """Send the contact sheet of a batch (PNG): a frame of each completed video, with what distinguishes it."""
         self._batch_records(batch_id, request)
         return Response(sheet_png(self._store, batch_id), media_type="image/png", headers=api_errors.PRIVATE)
+
+    async def settings_of(self, request: Request) -> VideoSettings:
+        """Return the settings in the metadata of another program's file as fields of a video; creates nothing."""
+        tags, _ = await self._bodies.read(request, _owner(_caller(request)) or "")
+        found = await asyncio.to_thread(read_settings, tags)
+        if found is None:
+            raise refused(400, "server.api_no_settings")
+        found = found.checked()
+        return VideoSettings(
+            program=found.program,
+            request=found.values,
+            their_model=found.model,
+            nearest_model=found.nearest_model,
+            left_out=[LeftOut(name=name, value=value) for name, value in found.left_out],
+        )
 
     def list(
         self,

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.core.facts import Fact, as_text
 from runtime.core.plan import ExecutionPlan
@@ -55,6 +55,37 @@ class Video(BaseModel):
     sound: bool | None = Field(default=None, description="Whether the completed video has sound.")
     batch: str | None = Field(default=None, description="The ID of its batch, if it was created with others.")
     paused: bool = Field(default=False, description="Whether the owner of the server has paused the video.")
+
+
+class VideoTags(BaseModel):
+    """The metadata of a file of ComfyUI, Wan2GP or FramePack-Studio: texts by names of tags, as ffprobe prints them.
+
+    FramePack-Studio's images have one tag for each setting.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    comment: str | None = Field(default=None, description="Wan2GP's settings.")
+    prompt: str | None = Field(default=None, description="ComfyUI's graph.")
+    workflow: str | None = Field(default=None, description="ComfyUI's graph as its editor shows it.")
+    json_file: str | None = Field(default=None, alias="json", description="The text of a JSON file of one of them.")
+
+
+class LeftOut(BaseModel):
+    """A setting without a counterpart."""
+
+    name: str
+    value: str
+
+
+class VideoSettings(BaseModel):
+    """What another program's settings are here."""
+
+    object: Literal["video.settings"] = "video.settings"
+    program: str = Field(description="The program that wrote them.")
+    request: dict[str, Any] = Field(description="Fields of a video, to send with a model. Each is valid by itself.")
+    their_model: str = Field(description="What the program calls its model; empty if it does not say.")
+    nearest_model: str | None = Field(description="The published model that is nearest to it; null if none is known.")
+    left_out: list[LeftOut] = Field(description="Settings that are invalid here or have no counterpart.")
 
 
 class VideoPlan(BaseModel):

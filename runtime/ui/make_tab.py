@@ -15,6 +15,7 @@ import gradio as gr
 from runtime.core.errors import InvalidRequestError, TandemError
 from runtime.core.events import VideoSaved
 from runtime.models.catalogue import check_offered
+from runtime.models.other_programs import read_settings
 from runtime.models.spec import ModelSpec
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.views import Job
@@ -321,7 +322,10 @@ class Handlers:
         values = _read_object(stored)
         if values is None:
             return _unchanged(len(self._outputs) + 1)
-        settings, refused = restored.usable(form.as_typed(values), self.models)
+        if isinstance(values.get("tags"), dict):  # of a file that another program made
+            settings, refused = restored.usable_of(read_settings(values["tags"]), self.models)
+        else:
+            settings, refused = restored.usable(form.as_typed(values), self.models)
         updates, filled = self._filled(settings)
         refused += restored.replaced(settings, filled, self.names)
         return (*updates, render("restored.html", refused=refused, at=time.monotonic_ns()))

@@ -10,6 +10,7 @@ from runtime.core.events import VideoSaved
 from runtime.core.facts import Fact, shortened
 from runtime.core.request import FIELDS, OFF, GenerationRequest
 from runtime.models.catalogue import check_offered
+from runtime.models.other_programs import OtherSettings
 from runtime.models.spec import ModelSpec
 from runtime.ui import fields
 from runtime.ui.formatting import page_text
@@ -59,6 +60,29 @@ def usable(stored: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> tuple[
         fact = Fact("form.other_version", {"made": shortened(made), "installed": spec.version})
         refused.append(Refused(_label("model"), spec.title, page_text(fact).what, applied=True))
     return settings, refused
+
+
+def usable_of(found: OtherSettings | None, models: Mapping[str, ModelSpec]) -> tuple[dict[str, Any], list[Refused]]:
+    """Return what is valid of the settings of another program, and what is not or has no counterpart.
+
+    Its model is the nearest one, if that is installed.
+
+    Args:
+        found: `None` for a file without settings.
+    """
+    if found is None:
+        return {}, [Refused("File", "", page_text(Fact("form.no_settings")).what)]
+    nearest = found.nearest_model or ""
+    is_installed = nearest in models
+    settings, refused = usable(found.values | ({"model": nearest} if is_installed else {}), models)
+    code = (
+        "form.nearest_model" if is_installed else "form.nearest_not_installed" if nearest else "form.no_nearest_model"
+    )
+    about = page_text(Fact(code, {"program": found.program, "model": nearest})).what
+    model = Refused(_label("model"), shortened(found.model), about, applied=is_installed)
+    no_counterpart = page_text(Fact("form.no_counterpart", {"program": found.program})).what
+    others = [Refused(name, value, no_counterpart) for name, value in found.left_out]
+    return settings, [model, *refused, *others]
 
 
 def replaced(stored: Mapping[str, Any], filled: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Refused]:

@@ -60,7 +60,7 @@ _SPECIAL = str.maketrans({c: f"\\{c}" for c in "=;#\\\n"})
 # Without these, ffmpeg would read a playlist of that name and the files that it lists.
 _ONLY_MP4 = ("-protocol_whitelist", "file", "-f", "mov")
 # ffmpeg's formats of other files that have metadata, by their first bytes.
-_OTHER_FORMATS = {b"\x1aE\xdf\xa3": "matroska", b"GIF8": "gif"}
+OTHER_FORMATS = {b"\x1aE\xdf\xa3": "matroska", b"GIF8": "gif"}
 _METADATA_SECONDS = 20.0
 _FRAME_SECONDS = 120.0
 # Matroska has names in upper case.
@@ -385,8 +385,8 @@ def read_metadata(video: Path) -> dict[str, Any]:
     """
     try:
         with open_file(video) as file:  # a FIFO or a device would let ffmpeg wait
-            container = _OTHER_FORMATS.get(file.read(4), "mov")
-        comment = _COMMENT.search(_metadata_text(video, container))
+            container = OTHER_FORMATS.get(file.read(4), "mov")
+        comment = _COMMENT.search(metadata_text(video, container))
         unescaped = re.sub(r"\\(.)", r"\1", comment[1] if comment else "", flags=re.DOTALL)
         return dict(parse_json(unescaped.encode())["tandem"])
     except (OSError, KeyError, ValueError, TypeError) as error:
@@ -424,7 +424,7 @@ def read_frame(video: Path, number: int) -> bytes:
     return run.stdout
 
 
-def _metadata_text(video: Path, container: str) -> str:
+def metadata_text(video: Path, container: str) -> str:
     """Return a video's metadata in ffmpeg's own format; what exceeds the limits of size and time is left out."""
     only = ("-protocol_whitelist", "file", "-f", container)
     command = [find_ffmpeg(), "-v", "error", *only, "-i", str(video), "-f", "ffmetadata", "-"]

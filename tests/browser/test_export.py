@@ -10,6 +10,7 @@ from runtime.video.export import Clip, ExportPlan, export
 from runtime.video.export_formats import FORMATS
 from runtime.video.mp4 import read_metadata
 from runtime.video.reader import read_info
+from tests import settings_of_others
 from tests.app_server import Server
 from tests.browser.conftest import DESKTOP, SMALL, OpenPage, ask, saved_videos
 from tests.browser.test_accessibility import serious_issues
@@ -104,8 +105,22 @@ def test_videos_are_exported_played_restored_and_joined(open_page: OpenPage, ser
             "(prompt) => document.querySelector('#field-prompt textarea').value === prompt", arg=PROMPT
         )
     assert page.input_value("#field-seed :is(input, textarea)") == "77"
+    settings_of_other_programs(page, tmp_path)
     joined_in_history(page, tmp_path)
     assert page.complaints == []
+
+
+def settings_of_other_programs(page: Any, folder: Path) -> None:
+    """Drop files of other programs, whose settings fill the form."""
+    for file in settings_of_others.write_all(folder):
+        ask(page, "something else")
+        data = base64.b64encode(file.read_bytes()).decode()
+        assert page.evaluate(DROP, {"data": data, "name": file.name, "type": ""})
+        page.wait_for_selector(f"#restored:has-text('Settings of “{file.name}”')")
+        written = settings_of_others.prompt_in(file.name)
+        page.wait_for_function("(it) => document.querySelector('#field-prompt textarea').value === it", arg=written)
+        assert page.input_value("#field-seed :is(input, textarea)") == str(settings_of_others.SEED)
+        page.wait_for_selector("#refused:has-text('is the nearest to the model')")
 
 
 def joined_in_history(page: Any, folder: Path) -> None:

@@ -33,6 +33,7 @@ from tests.app_server import MODEL, ROOT, App, make_cache, serving, serving_here
 from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.fuzz.raw_http import exchange, send
 from tests.image_files import saved
+from tests.models.test_other_programs import EXPERT_VALUES, EXPERTS, WAN2GP
 from tests.queue.samples import add_job
 from tests.sounds import heard, loudness, pitch, sound_in, tone, write_clip
 from tests.tiny_models import build
@@ -638,6 +639,19 @@ def test_a_grid_is_a_batch_with_a_sheet(http: httpx.Client, subtests: pytest.Sub
         assert http.get(f"v1/videos/batch/{path}").status_code == 404
 
 
+def test_settings_of_other_programs(http: httpx.Client) -> None:
+    answer = http.post("v1/videos/settings", json={"prompt": json.dumps(EXPERTS), "workflow": None})
+    found = answer.json()
+    assert (answer.status_code, found["program"], found["nearest_model"]) == (200, "ComfyUI", "wan2.2-i2v-a14b")
+    assert found["request"] == EXPERT_VALUES
+    assert {"name": "sampler_name", "value": "euler"} in found["left_out"]
+    answer = http.post("v1/videos/settings", json={"json": json.dumps(WAN2GP | {"seed": 10**17})})
+    assert answer.json()["program"] == "Wan2GP" and "seed" not in answer.json()["request"]
+    others: list[dict[str, Any]] = [{}, {"comment": "x"}, {"prompt": 5}, {"json": {"nodes": [[]]}}]
+    for tags in others:
+        assert error_of(http.post("v1/videos/settings", json=tags))[2] == "server.api_no_settings", tags
+
+
 def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     schema = http.get("v1/openapi.json").json()
     request = schema["components"]["schemas"]["CreateVideo"]
@@ -646,7 +660,8 @@ def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]
     assert {"get", "post"} == set(schema["paths"]["/v1/videos"])
     assert {"get", "delete"} == set(schema["paths"]["/v1/videos/{video_id}"])
-    assert {"post"} == set(schema["paths"]["/v1/videos/plan"]) == set(schema["paths"]["/v1/videos/batch"])
+    for path in ("plan", "batch", "settings"):
+        assert {"post"} == set(schema["paths"][f"/v1/videos/{path}"])
     text = json.dumps(schema)
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in schema["components"]["schemas"], name

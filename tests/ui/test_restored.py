@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from runtime.models.catalogue import EMBEDDED
+from runtime.models.other_programs import read_settings
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
 from runtime.ui import form
 from runtime.ui.formatting import render
-from runtime.ui.restored import Refused, replaced, usable
+from runtime.ui.restored import Refused, replaced, usable, usable_of
+from tests.models.test_other_programs import EXPERTS, WAN2GP
 from tests.ui.page_texts import line
 
 GOOD = {"prompt": "a red boat", "model": "diorama", "width": 192, "height": 112, "frames": 33, "seed": 5, "fps": 16}
@@ -91,3 +93,17 @@ def test_values_that_cannot_be_read_at_all(models: dict[str, ModelSpec]) -> None
     assert len(refused(models, **many)) < 101
     nested: Any = json.loads("[" * 50 + "]" * 50)
     assert len(refused(models, width=nested)[0].value) < 60
+
+
+def test_the_model_of_another_program_is_the_nearest_one_that_is_installed(models: dict[str, ModelSpec]) -> None:
+    found = read_settings({"comment": json.dumps(WAN2GP | {"seed": 2**60})})
+    installed = models | {"wan2.2-i2v-a14b": models["diorama"]}
+    for offered, model, applied in ((models, "diorama", False), (installed, "wan2.2-i2v-a14b", True)):
+        settings, refused = usable_of(found, offered)
+        assert (settings["model"], settings["width"], "seed" in settings) == (model, 1280, False)
+        assert [(one.label, one.applied) for one in refused[:2]] == [("Model", applied), ("seed", False)]
+        assert Refused("sample_solver", "unipc", line("form.no_counterpart", program="Wan2GP")) in refused
+    flux = EXPERTS | {name: {**EXPERTS[name], "inputs": {"unet_name": "flux1-dev.safetensors"}} for name in ("1", "2")}
+    _, refused = usable_of(read_settings({"prompt": json.dumps(flux)}), models)
+    assert refused[0].reason == line("form.no_nearest_model", program="ComfyUI")
+    assert usable_of(None, models) == ({}, [Refused("File", "", line("form.no_settings"))])

@@ -27,6 +27,14 @@ MESSAGES: Mapping[str, Message] = {
     "cli.keyframe_without_time": Message(
         "{set[keyframes]} is {value}, without a time.", "Give a file and a time in seconds, such as boat.png@2.5."
     ),
+    "cli.no_settings": Message(
+        "{file} has no settings of Tandem, ComfyUI, Wan2GP or FramePack-Studio.",
+        "Give a video, PNG or JSON file that one of them wrote, with its metadata.",
+    ),
+    "cli.settings_left_out": Message("Not taken, invalid or without a counterpart: {names:list}."),
+    "cli.settings_model": Message("Its model is {theirs}; the nearest one is {model}.", "Add {set[model=model]}."),
+    "cli.settings_model_unknown": Message("Its model is {theirs}; none here is known to correspond."),
+    "cli.settings_taken": Message("Settings of {file} ({program}): {names:list}."),
     "cli.license_not_confirmed": Message(
         "The license needs a confirmation, and there is no terminal.", "Add --yes if you agree to it."
     ),

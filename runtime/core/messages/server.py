@@ -100,6 +100,10 @@ MESSAGES: Mapping[str, Message] = {
     "server.api_media_type": Message("The content type is {given}.", "Send application/json or multipart/form-data."),
     "server.api_charset": Message("The charset of the form is {given}.", "Send it in UTF-8."),
     "server.api_not_json": Message("The body is not valid JSON: {problem}.", "Send one JSON object."),
+    "server.api_no_settings": Message(
+        "These tags have no settings of ComfyUI, Wan2GP or FramePack-Studio.",
+        "Send the texts of comment, prompt and workflow, or in json the text of a JSON file.",
+    ),
     "server.api_not_a_form": Message(
         "The body is not a valid form: {problem}.", "Send at most {fields} fields of text and {files} images."
     ),

@@ -103,6 +103,13 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "ui.no_such_component": Message("{model} has no {component}.", "Choose another component, or Automatic."),
     # The form.
+    "form.nearest_model": Message("{model} is the nearest to the model that {program} used."),
+    "form.nearest_not_installed": Message(
+        "{model} is the nearest to the model that {program} used, and is not installed.", "Download it in Models."
+    ),
+    "form.no_nearest_model": Message("No model here is known to correspond to the one that {program} used."),
+    "form.no_counterpart": Message("This setting of {program} has no counterpart."),
+    "form.no_settings": Message("No settings of Tandem, ComfyUI, Wan2GP or FramePack-Studio were found."),
     "form.value_not_offered": Message("The form does not offer it."),
     "form.value_replaced": Message("The form has {value} instead."),
     "form.other_version": Message(

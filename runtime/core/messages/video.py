@@ -160,6 +160,7 @@ MESSAGES: Mapping[str, Message] = {
         "A finished part of the video, {file}, is missing or damaged.", "Generate the video again from its start."
     ),
     "video.no_metadata": Message("{file} has no metadata of Tandem.", "Use an MP4 that Tandem generated."),
+    "video.unreadable_file": Message("{file} cannot be read: {error}.", "Give the path of a readable file."),
     "video.frame_unreadable": Message(
         "The frame of {file} cannot be read.", "Check that the video plays, and try again."
     ),
