@@ -20,7 +20,7 @@ from runtime.core.events import FramesDecoded, StepDone, VideoSaved
 from runtime.core.facts import Fact
 from runtime.core.images import VideoUse, field_of
 from runtime.core.plan import ExecutionPlan
-from runtime.core.request import NO_NAG, OFF, SOUND_DECODERS
+from runtime.core.request import OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import (
     ControlClip,
@@ -451,9 +451,10 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
     streams = StreamSampling.of(plan, spec)
 
     @contextmanager
-    def open_expert(name: str) -> Iterator[Denoiser]:
+    def open_expert(first: Step) -> Iterator[Denoiser]:
+        name = first.expert
         context.current = ("load", name)
-        with context.residency.denoiser(spec, context, name) as denoiser:
+        with context.residency.denoiser(spec.with_ranges(first.ranges), context, name) as denoiser:
             context.begin_stage("denoise", name)
             if streams is not None:
                 cast("StreamDenoiser", denoiser).see(streams.streams, streams.guidance.skipping_blocks)
@@ -469,9 +470,7 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
     conditioning = context.conditioning
     if context.plan.by_stage[stage + 1 :]:
         conditioning = replace(conditioning, given=conditioning.given_half)
-    if plan.nag > NO_NAG:
-        assert conditioning.negative is not None
-        conditioning = replace(conditioning, suppressing=torch.cat([conditioning.positive, conditioning.negative]))
+    conditioning = conditioning.suppressing_as(plan)
     with context.metrics.stage("denoise"):
         remaining = denoise(
             sampling.latents,
