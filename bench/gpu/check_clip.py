@@ -18,7 +18,7 @@ from runtime.engines.sessions import Session
 from runtime.execution.components import PROMPTED
 from runtime.models.spec import IMAGE_ENCODER, VAE_ENCODER, ModelSpec
 from runtime.models.weights import load_scheduler, load_tokenizer
-from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, Step, decode, denoise, get_noise, get_schedule
 from runtime.planner.choice.engine_index import EngineRecord
 from runtime.planner.resolve import PlanningContext, resolve
 from tests.gpu.errors import relative_error
@@ -177,8 +177,8 @@ def run_engines(spec: ModelSpec, plan: ExecutionPlan, sessions: dict[tuple[str, 
     conditioning = Conditioning(encode(plan.prompt), encode(plan.negative_prompt))
 
     @contextmanager
-    def expert(name: str) -> Iterator[Any]:
-        yield EngineDenoiser(sessions[name, "transformer"], spec.timesteps)
+    def expert(first: Step) -> Iterator[Any]:
+        yield EngineDenoiser(sessions[first.expert, "transformer"], spec.timesteps)
 
     latents = sample(spec, plan, conditioning, expert)
     decoder = EngineDecoder(sessions["vae", "vae_first"], sessions["vae", "vae_next"])

@@ -430,11 +430,12 @@ class GenerationRequest(FrozenModel):
         Loras(
             label="LoRAs",
             help="LoRAs to add to the transformers, or with high= or low= to one expert, or to the first or second of "
-            "two stages: .safetensors files, or names in weights/loras in the cache folder, each with a weight.",
+            "two stages: .safetensors files, or names in weights/loras in the cache folder, each with a weight and the "
+            "part of the steps in which it is active.",
             group="loras",
             flag="--lora",
-            metavar="[high=|low=]FILE[:WEIGHT]",
-            unset="none; weight 1",
+            metavar="[high=|low=]FILE[:WEIGHT][@START-END]",
+            unset="none; weight 1, in all steps",
             docs="models.md#lora",
         ),
     ] = ()

@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, core_schema
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
 from runtime.core.images import MOST_BOXES, parse_boxes, parse_reference
-from runtime.core.loras import EXPERTS, MAX_LORAS, MAX_WEIGHT, Lora, read_loras
+from runtime.core.loras import END, EXPERTS, MAX_LORAS, MAX_WEIGHT, START, Lora, read_loras
 from runtime.core.sparse_attention import SOL, is_sparse, read_sparse
 from runtime.core.step_cache import STRENGTHS, read_step_cache
 
@@ -326,6 +326,8 @@ class Loras(RequestField):
                 "file": {"type": "string"},
                 "weight": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_WEIGHT, "default": 1.0},
                 "expert": {"enum": list(EXPERTS), "default": EXPERTS[0]},
+                "start": {"type": "number", "minimum": START, "exclusiveMaximum": END, "default": START},
+                "end": {"type": "number", "exclusiveMinimum": START, "maximum": END, "default": END},
             },
             "required": ["file"],
             "additionalProperties": False,

@@ -314,6 +314,8 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
         expert=fits.expert,
         steps=family_of(spec.family).distilled_steps(path),
         without_effect=fits.without_effect,
+        start=lora.start,
+        end=lora.end,
     )
 
 

@@ -4,7 +4,7 @@ Families implement `TransformerSpec` and `VaeSpec`, whose methods give the opera
 architecture. Knows nothing about machines or engines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import Field as DataclassField
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
@@ -644,6 +644,17 @@ class ModelSpec:
     def loras_of(self, component: str) -> tuple[LoraUse, ...]:
         """Return the LoRAs that change a component's weights."""
         return tuple(use for use in self.loras if use.changes(component))
+
+    def changed_by(self, use: LoraUse) -> tuple[str, ...]:
+        """Return the components that a LoRA changes."""
+        return tuple(name for name in self.component_names if use.changes(name))
+
+    def with_ranges(self, active: Collection[int]) -> "ModelSpec":
+        """Return the model with the LoRAs of one step: those without a range, and some of the others, by number."""
+        if not any(use.has_range for use in self.loras):
+            return self
+        used = (use for number, use in enumerate(self.loras) if number in active or not use.has_range)
+        return replace(self, loras=tuple(use.in_all_steps() for use in used))
 
     def for_text(self) -> "ModelSpec":
         """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""

@@ -18,7 +18,7 @@ from runtime.models.spec import ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
 from runtime.pipeline.metrics import Metrics
 from runtime.pipeline.run_context import RunContext
-from runtime.pipeline.sampling import Guidance, decode, denoise, first_latents, get_noise
+from runtime.pipeline.sampling import Guidance, Step, decode, denoise, first_latents, get_noise
 from runtime.pipeline.stages import encode_given, encode_prompt, steer
 
 # The first chunk of frames, and one of those that follow, which have another shape.
@@ -106,13 +106,13 @@ def _first_step(context: RunContext) -> torch.Tensor:
     if all(part.engines for name, part in plan.components.items() if is_transformer(name)):
         return get_noise(plan).to(plan.components["vae"].device)
     context.load_ahead()
-    conditioning = encode_given(context, encode_prompt(context))
+    conditioning = encode_given(context, encode_prompt(context)).suppressing_as(plan)
     scheduler, steps = context.schedule()
     latents = first_latents(get_noise(plan), conditioning.video, scheduler, steps[0])
 
     @contextlib.contextmanager
-    def open_expert(name: str) -> Iterator[Denoiser]:
-        with context.residency.denoiser(spec, context, name) as denoiser:
+    def open_expert(first: Step) -> Iterator[Denoiser]:
+        with context.residency.denoiser(spec.with_ranges(first.ranges), context, first.expert) as denoiser:
             steer(context, denoiser)
             yield denoiser
 

@@ -139,7 +139,10 @@ def stamps(spec: ModelSpec) -> Stamps:
     if spec.section is not None:
         entries["sections"] = [[spec.section.sampling_type]]
     for part in parts:
-        entries[part] += [["LoRA", use.digest, use.weight] for use in spec.loras_of(part)]
+        entries[part] += [
+            ["LoRA", use.digest, use.weight, *((use.start, use.end) if use.has_range else ())]
+            for use in spec.loras_of(part)
+        ]
     if spec.stages > 1:
         entries["second stage"] = [["LoRA", use.digest, use.weight] for use in spec.of_stage(1).loras]
     return entries

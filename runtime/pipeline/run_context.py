@@ -437,9 +437,11 @@ class RunContext:
     def load_ahead(self) -> None:
         """Load what the remaining stages need while the prompt is encoded, without text encoders.
 
-        The embeddings of the prompt may be in the cache.
+        The embeddings of the prompt may be in the cache. Transformers whose LoRAs change between steps are loaded by
+        the steps.
         """
         needed = self._needed() - {*self.spec.text_encoders, CONNECTORS}
+        needed -= {name for name in needed if any(use.has_range for use in self.spec.loras_of(name))}
         self.residency.load_ahead(self.spec, self, [name for name in self.plan.model_components if name in needed])
 
     def _needed(self) -> set[str]:

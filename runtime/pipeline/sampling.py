@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from runtime.core.cancel import Cancel
 from runtime.core.errors import BadResultError, ModelError, first_line
+from runtime.core.loras import active_ranges
 from runtime.core.plan import ComponentPlan, ExecutionPlan
-from runtime.core.request import OFF
+from runtime.core.request import NO_NAG, OFF
 from runtime.core.sparse_attention import exact_steps
 from runtime.core.step_cache import uses
 from runtime.execution.components import PROMPTED, UNPROMPTED, Denoiser, VideoDecoder
@@ -117,6 +118,13 @@ class Conditioning:
         negative = None if self.negative is None else joined(self.negative)
         return replace(self, positive=joined(self.positive), negative=negative)
 
+    def suppressing_as(self, plan: ExecutionPlan) -> "Conditioning":
+        """Return it with `suppressing`, if the plan's passes without guidance attend to the negative prompt."""
+        if plan.nag == NO_NAG:
+            return self
+        assert self.negative is not None
+        return replace(self, suppressing=torch.cat([self.positive, self.negative]))
+
 
 @dataclass(frozen=True)
 class Step:
@@ -132,6 +140,7 @@ class Step:
         embedded_guidance: scalar tensor like `timestep`, 1000 times the guidance scale that the transformer takes as an
             input; `None` if it takes none.
         noise_seed: see `advanced`.
+        ranges: the numbers of the LoRAs with a range of steps that are active, see `core.loras.active_ranges`.
     """
 
     timestep: torch.Tensor
@@ -142,6 +151,12 @@ class Step:
     fresh: bool = True
     exact: bool = False
     embedded_guidance: torch.Tensor | None = None
+    ranges: tuple[int, ...] = ()
+
+    @property
+    def weights(self) -> tuple[str, tuple[int, ...]]:
+        """What determines the weights that run it."""
+        return self.expert, self.ranges
 
     @property
     def times(self) -> torch.Tensor:
@@ -246,7 +261,7 @@ class StepResult:
 
 # Raised by diffusers' schedulers for an unsuitable configuration.
 _SCHEDULER_ERRORS = (ArithmeticError, AttributeError, IndexError, TypeError, ValueError)
-OpenExpert = Callable[[str], AbstractContextManager[Denoiser]]
+OpenExpert = Callable[[Step], AbstractContextManager[Denoiser]]
 
 
 def get_noise(plan: ExecutionPlan, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -365,7 +380,17 @@ def get_schedule(
     cached = uses(plan.step_cache, experts, plan.mag_ratios)
     exact = exact_steps(plan.steps) - plan.skipped_steps
     return [
-        Step(timestep, sigma, expert, scales[expert], noise_seed(plan.seed, index), use.fresh, index < exact, embedded)
+        Step(
+            timestep,
+            sigma,
+            expert,
+            scales[expert],
+            noise_seed(plan.seed, index),
+            use.fresh,
+            index < exact,
+            embedded,
+            active_ranges(plan.loras, expert, index, len(experts)),
+        )
         for index, (timestep, sigma, expert, use) in enumerate(zip(timesteps, sigmas, experts, cached, strict=False))
     ]
 
@@ -419,7 +444,7 @@ def denoise(
     guidance: Guidance = Guidance(),
     sampling: StreamSampling | None = None,
 ) -> Iterator[StepResult]:
-    """Run the loop and yield each step's result; a transformer stays loaded from its first to its last step.
+    """Run the loop and yield each step's result; a transformer stays loaded until a step needs other weights.
 
     Args:
         latents: noise, or the latents after `start` steps; the scheduler then has the state after these steps.
@@ -437,14 +462,14 @@ def denoise(
     if given_frames is not None:
         latents = given_frames.placed_in(latents, streams)
     while index < len(steps):
-        expert = steps[index].expert
-        with open_expert(expert) as denoiser:
-            while index < len(steps) and steps[index].expert == expert:
+        first = steps[index]
+        with open_expert(first) as denoiser:
+            while index < len(steps) and steps[index].weights == first.weights:
                 cancel.check_pause()
                 step = steps[index]
                 started = time.perf_counter()
                 denoiser.begin_step(fresh=step.fresh, exact=step.exact)
-                if index and steps[index - 1].expert != expert:
+                if index and steps[index - 1].weights != first.weights:
                     guidance = replace(guidance, differences={})
                 velocity, guidance = _guided(denoiser, latents, step, conditioning, cancel, guidance, sampling)
                 estimate = latents - step.sigma * velocity

@@ -20,7 +20,7 @@ from runtime.core.facts import Fact
 from runtime.core.images import VideoUse
 from runtime.core.plan import ExecutionPlan
 from runtime.core.prompt_weights import read_weights
-from runtime.core.request import BY_MODEL, NO_NAG, OFF, SOUND_DECODERS
+from runtime.core.request import BY_MODEL, OFF, SOUND_DECODERS
 from runtime.core.sound import Sound
 from runtime.execution.components import (
     ControlClip,
@@ -437,9 +437,10 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
     streams = StreamSampling.of(plan, spec)
 
     @contextmanager
-    def open_expert(name: str) -> Iterator[Denoiser]:
+    def open_expert(first: Step) -> Iterator[Denoiser]:
+        name = first.expert
         context.current = ("load", name)
-        with context.residency.denoiser(spec, context, name) as denoiser:
+        with context.residency.denoiser(spec.with_ranges(first.ranges), context, name) as denoiser:
             context.begin_stage("denoise", name)
             if streams is not None:
                 cast("StreamDenoiser", denoiser).see(streams.streams, streams.guidance.skipping_blocks)
@@ -455,9 +456,7 @@ def denoise_stage(context: RunContext, previews: Previews, stage: int) -> None:
     conditioning = context.conditioning
     if context.plan.by_stage[stage + 1 :]:
         conditioning = replace(conditioning, given=conditioning.given_half)
-    if plan.nag > NO_NAG:
-        assert conditioning.negative is not None
-        conditioning = replace(conditioning, suppressing=torch.cat([conditioning.positive, conditioning.negative]))
+    conditioning = conditioning.suppressing_as(plan)
     with context.metrics.stage("denoise"):
         remaining = denoise(
             sampling.latents,

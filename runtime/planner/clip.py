@@ -10,9 +10,10 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import Fact, shortened
 from runtime.core.images import CROP, InputFile, VideoUse, with_borders
 from runtime.core.keyframes import latent_at
-from runtime.core.loras import LoraUse
+from runtime.core.loras import LoraUse, loads_of_ranges
 from runtime.core.prompt_weights import MOST_WEIGHT, read_weights
 from runtime.core.request import AUTO, LOSSLESS, MAX_FRAMES, MAX_SIDE, NO_NAG, OFF, GenerationRequest
+from runtime.core.step_cache import NONE
 from runtime.models.catalogue import published
 from runtime.models.registry import family_of
 from runtime.models.spec import ModelSpec
@@ -490,6 +491,30 @@ def _lora_shift_warning(spec: ModelSpec, use: LoraUse, shift: float) -> Fact | N
     if lora_shift in {None, shift}:
         return None
     return Fact("planner.lora_shift", {"lora": use.name, "wanted": lora_shift, "shift": shift})
+
+
+def lora_loads(spec: ModelSpec, expert_steps: Mapping[str, int], sections: int, step_cache: str) -> dict[str, int]:
+    """Return how often each transformer is loaded while its steps run, if its LoRAs change between them.
+
+    Args:
+        expert_steps: the steps of each transformer that run, in order, for each of the sections.
+        step_cache: of the plan.
+
+    Raises:
+        InvalidRequestError: if a LoRA has a range without a step, or one that other settings exclude.
+    """
+    ranged = [use for use in spec.loras if use.has_range]
+    if not ranged:
+        return {}
+    if spec.stages > 1 or spec.section is not None:
+        raise InvalidRequestError("loras", "planner.lora_range_in_parts", lora=ranged[0].name)
+    if step_cache != NONE:
+        raise InvalidRequestError("step_cache", "planner.lora_range_cached", lora=ranged[0].name)
+    for use in ranged:
+        if not loads_of_ranges([use], expert_steps):
+            data = {"lora": use.name, "start": use.start, "end": use.end, "steps": sum(expert_steps.values())}
+            raise InvalidRequestError("loras", "planner.lora_range_empty", **data)
+    return {name: loads * sections for name, loads in loads_of_ranges(ranged, expert_steps).items()}
 
 
 def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:

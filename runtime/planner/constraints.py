@@ -66,6 +66,7 @@ class ComponentSettings:
         gpus: how many GPUs share it.
         attention: as in `GenerationRequest`.
         nag: whether attention to the text is guided, as in `GenerationRequest`.
+        ranges: the components whose LoRAs change between steps.
         in_blocks: whether the backend's engines compute parts of each block, see `plan.ComponentPlan`.
     """
 
@@ -79,6 +80,7 @@ class ComponentSettings:
     step_cache: str = NONE
     attention: str = AUTO
     nag: bool = False
+    ranges: frozenset[str] = frozenset()
     in_blocks: bool = False
 
     @property
@@ -217,6 +219,11 @@ RULES = (
         "step_cache",
     ),
     Rule("planner.nag_on_engine", lambda settings, _: settings.transformer_on_engine and settings.nag, "nag"),
+    Rule(
+        "planner.lora_ranges_on_engine",
+        lambda settings, _: settings.on_engine and settings.component in settings.ranges,
+        "loras",
+    ),
     Rule(
         "planner.attention_on_engine",
         lambda settings, _: settings.transformer_on_engine and settings.attention not in {AUTO, "native"},

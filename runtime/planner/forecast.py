@@ -191,6 +191,7 @@ class ForecastInputs:
         chunk: latent frames that the VAE decodes in one call if memory suffices.
         guided: whether any transformer runs with guidance.
         nag: see `plan.Speed`.
+        loads: how often transformers are loaded whose LoRAs change between steps, by name.
         step_cache: with its strength, or "none".
         long_lived: see `resolve.PlanningContext`.
         compiles_when_idle: whether code may be compiled for later clips when no video waits.
@@ -210,6 +211,7 @@ class ForecastInputs:
     chunk: int
     guided: bool = False
     nag: float = NO_NAG
+    loads: Mapping[str, int] = field(default_factory=dict)
     step_cache: str = NONE
     long_lived: bool = False
     compiles_when_idle: bool = False
@@ -265,7 +267,10 @@ def seconds(inputs: ForecastInputs, strategy: MemoryStrategy, speed: Speed) -> d
         saving = _saving_seconds(inputs.workload)
         by_stage["mux"] = saving
         total += replace(saving, measured=total.measured, inferred=total.inferred)
-    return by_stage | {"total": total, "load": load_seconds(inputs.workload)}
+    load = load_seconds(inputs.workload)
+    for name, loads in inputs.loads.items():
+        load += reading_seconds(inputs.workload, {name}) * (loads - 1)
+    return by_stage | {"total": total, "load": load}
 
 
 def call_seconds(inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed) -> Seconds:
@@ -540,7 +545,7 @@ def transfer_seconds(workload: Workload, strategy: MemoryStrategy, component: st
     """
     times = workload.sections if memory_model.stage_of(component) != "encode" else 1
     if strategy.offload == "none" and times > 1 and not strategy.keeps(component):
-        return _reading_seconds(workload, {component}) * (times - 1)
+        return reading_seconds(workload, {component}) * (times - 1)
     if strategy.offload == "none" or component in workload.engine_bytes:
         return Seconds(0, 0, 0)
     size = weights_bytes(workload.spec, workload.dtypes, strategy.quantization)[component]
@@ -566,10 +571,10 @@ def stage_seconds(compute: Seconds, transfer: Seconds, strategy: MemoryStrategy)
 
 def load_seconds(workload: Workload) -> Seconds:
     """Estimate how long reading all weights from disk takes."""
-    return _reading_seconds(workload, set(workload.spec.component_names))
+    return reading_seconds(workload, set(workload.spec.component_names))
 
 
-def _reading_seconds(workload: Workload, components: set[str]) -> Seconds:
+def reading_seconds(workload: Workload, components: set[str]) -> Seconds:
     """Estimate how long reading the weights of some components from disk takes."""
     every = weights_bytes(workload.spec, workload.dtypes) | dict(workload.engine_bytes)
     sizes = {name: size for name, size in every.items() if name in components}

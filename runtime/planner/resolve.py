@@ -44,7 +44,7 @@ from runtime.planner.choice.component_choice import Choice
 from runtime.planner.choice.engine_offers import ComponentOffers, EngineOffer, Offers, PyTorchPath, no_offers
 from runtime.planner.choice.idle_builds import plan_without_waiting
 from runtime.planner.choice.plan_choice import PlanForecast, choose_engines
-from runtime.planner.forecast import ForecastInputs, component_seconds, level
+from runtime.planner.forecast import ForecastInputs, component_seconds, level, reading_seconds
 from runtime.planner.history import History, calls_of
 from runtime.planner.interpolation import with_interpolation
 from runtime.planner.memory_model import DTYPE_BYTES
@@ -185,6 +185,7 @@ class _Settings:
     Attributes:
         strength: of the video that this one is made from.
         skipped: the first steps that do not run, because of the strength.
+        lora_loads: by transformer, how often its weights are loaded while its steps run, if its LoRAs change meanwhile.
         computed: by expert, the steps that are computed; the others reuse results of earlier ones.
         calls: by component, how often it runs.
         refinement: of a video in two stages.
@@ -204,6 +205,7 @@ class _Settings:
     strength: float
     skipped: int
     expert_steps: Mapping[str, int]
+    lora_loads: Mapping[str, int]
     prompts: int
     step_cache: str
     mag_ratios: Mapping[str, tuple[float, ...]]
@@ -242,6 +244,8 @@ class _Settings:
         prompts = clip.count_prompts(request, spec, frames, fps)
         step_cache, mag_ratios, computed = _cached_steps(request, spec, every_step, expert_steps)
         refinement = _refinement(spec, frames, height, width)
+        ran = expert_steps or {"transformer": steps - skipped}
+        lora_loads = clip.lora_loads(spec, ran, spec.sections(frames), step_cache)
         return cls(
             width=width,
             height=height,
@@ -257,6 +261,7 @@ class _Settings:
             strength=strength,
             skipped=skipped,
             expert_steps=expert_steps,
+            lora_loads=lora_loads,
             prompts=prompts,
             step_cache=step_cache,
             mag_ratios=mag_ratios,
@@ -330,6 +335,7 @@ class _Placed:
             chunk=_decode_chunk(workload, choices["vae"], self.free_bytes),
             guided=max(settings.guidance, settings.guidance_2 or 0) > 1,
             nag=settings.nag,
+            loads=settings.lora_loads,
             step_cache=settings.step_cache,
             long_lived=self.long_lived,
             compiles_when_idle=self.compiles_when_idle,
@@ -415,6 +421,7 @@ def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningCont
         step_cache=request.step_cache,
         attention=request.attention,
         nag=settings.nag > NO_NAG,
+        ranges=frozenset(name for use in spec.loras if use.has_range for name in spec.changed_by(use)),
     )
     choices, planned = choose_engines(request, spec, machine, component_settings, reason, offered, placed.decide)
     return _plan(settings, choices, planned, context.output, (*split_warnings, *offload_warnings))
@@ -569,6 +576,7 @@ def _components(
                 *_cache_reason(name, settings.step_cache, settings.expert_steps, settings.computed),
                 *_guidance_cache_reason(name, settings, inputs.request),
                 *_nag_reason(name, settings),
+                *_ranges_reason(name, settings, inputs),
                 *placement.reasons(split, name),
             ),
             engines=choices[name].engines,
@@ -709,6 +717,15 @@ def _guidance_cache_reason(component: str, settings: _Settings, request: Generat
     if request.guidance_cache == OFF or scales.get(component, 0) <= 1:
         return ()
     return (Fact("planner.guidance_cached", {"strength": float(request.guidance_cache)}),)
+
+
+def _ranges_reason(component: str, settings: _Settings, inputs: ForecastInputs) -> tuple[Fact, ...]:
+    """Return how often a transformer is loaded because its LoRAs change between steps; nothing if they do not."""
+    loads = settings.lora_loads.get(component)
+    if loads is None:
+        return ()
+    seconds = reading_seconds(inputs.workload, {component}).likely
+    return (Fact("planner.lora_ranges", {"loads": loads, "seconds": seconds}),)
 
 
 def _nag_reason(component: str, settings: _Settings) -> tuple[Fact, ...]:

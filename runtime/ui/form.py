@@ -234,7 +234,10 @@ def loras_section() -> Form:
     """Create the choice of LoRAs."""
     gr.HTML(render("section.html", title=FIELDS["loras"].label), elem_id="title-loras", apply_default_css=False)
     gr.HTML(render("loras.html"), elem_id="panel-loras", apply_default_css=False)
-    info = "One a line: name:strength. high= or low= before the name selects one expert or stage."
+    info = (
+        "One a line: name:strength. high= or low= before the name selects one expert or stage, @0-0.5 after it a part "
+        "of the steps."
+    )
     return Form({"loras": fields.control("loras", label="By hand", info=info)}, {})
 
 

@@ -72,3 +72,30 @@ def test_files_are_selected_by_keyboard(open_page: OpenPage, server: Server) -> 
         assert page.complaints == []
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_part_of_the_steps_is_set_by_keyboard(open_page: OpenPage, server: Server) -> None:
+    folder = server.cache_dir / "weights" / "loras"
+    spec = read_spec(server.cache_dir / "weights" / MODEL, MODEL)
+    folder.mkdir(parents=True, exist_ok=True)
+    save(folder / "ink.safetensors", peft(factors(spec.transformer)))
+    try:
+        page = open_page()
+        advance(page)
+        row = "[data-lora=ink]"
+        page.check(f"{row} input[type=checkbox]")
+        page.focus(f"{row} summary")
+        page.keyboard.press("Enter")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Tab")
+        page.keyboard.type("50")
+        page.wait_for_function("() => window.tandem.values.includes('ink:1@0-0.5')")
+        # Further lines of the same file stay.
+        page.fill(FIELD, "ink:0.5@0.25-1\nink:0.3@0-0.25")
+        page.wait_for_function("(row) => document.querySelector(`${row} [data-range=start]`).value === '25'", arg=row)
+        page.fill(f"{row} [data-range=start]", "30")
+        assert page.input_value(FIELD) == "ink:0.5@0.3-1\nink:0.3@0-0.25"
+        page.uncheck(f"{row} input[type=checkbox]")
+        assert not page.input_value(FIELD)
+    finally:
+        shutil.rmtree(folder)

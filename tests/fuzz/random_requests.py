@@ -59,7 +59,11 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
     "quantization": ("none", st.sampled_from(["auto", "none", "fp8"]) | JSON),
     "on_out_of_memory": ("retry", st.sampled_from(["retry", "any", "ask"]) | JSON),
     "gpus": ("auto", st.sampled_from(["auto", 1, 2, 0, "0,1", [0, 0]]) | JSON),
-    "loras": (None, st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"]]) | JSON),
+    "loras": (
+        None,
+        st.sampled_from([None, [], ["style:0.8"], ["../a"], ["a.safetensors"], ["a:-1"], ["a@0-0.5", "a@0.4-1"]])
+        | JSON,
+    ),
     "step_cache": (
         "none",
         st.sampled_from(["none", "first-block:0.2", "first-block:9", "magcache", "taylorseer:3"]) | JSON,

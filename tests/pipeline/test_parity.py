@@ -19,7 +19,7 @@ from runtime.families.wan.vae import PyTorchVideoDecoder
 from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, Guidance, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, Guidance, Step, decode, denoise, get_noise, get_schedule
 from tests.plans import Alone, tiny_plan
 from tests.tiny_models import ARCHITECTURES
 from tests.wan_pipeline import load_pipeline, run_pipeline
@@ -33,8 +33,8 @@ def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.
         negative = encoder.encode(plan.negative_prompt).embeds if plan.guidance_scale > 1 else None
 
     @contextmanager
-    def expert(name: str) -> Iterator[Denoiser]:
-        with residency.denoiser(spec, job, name) as denoiser:
+    def expert(first: Step) -> Iterator[Denoiser]:
+        with residency.denoiser(spec, job, first.expert) as denoiser:
             yield denoiser
 
     scheduler = load_scheduler(spec)

@@ -93,6 +93,7 @@ EXCLUDED: list[tuple[str, str, dict[str, Any], Machine]] = [
         H200,
     ),
     ("planner.nag_on_engine", "nag", {"nag": True, "backend": "inductor"}, H200),
+    ("planner.lora_ranges_on_engine", "loras", {"ranges": frozenset({"transformer"}), "backend": "inductor"}, H200),
     ("planner.attention_on_engine", "attention", {"attention": "flash4", "backend": "inductor"}, H200),
     ("planner.sequential_in_blocks", "offload", {"in_blocks": True, "offload": "sequential"}, H200),
     *(

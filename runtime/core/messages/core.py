@@ -134,7 +134,13 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "lora.not_a_list": Message("{field:setting} is {value}.", 'Give a list, as in ["style", "high=fast:0.8"].'),
     "lora.too_many": Message("{count} LoRAs are too many.", "Give at most {most}."),
-    "lora.repeated": Message("The LoRA {file} is given twice.", "Give it once."),
+    "lora.repeated": Message(
+        "The LoRA {file} is given twice.", "Give it once, or with ranges of steps that do not overlap."
+    ),
+    "lora.bad_range": Message(
+        "The LoRA {file} has the range {start} to {end}.",
+        "Give two fractions of the steps from 0 to 1, the smaller one first, as in style:0.8@0-0.5.",
+    ),
     "lora.not_a_lora": Message("{field:setting} contains {value}.", "Give FILE, FILE:WEIGHT, high=FILE or low=FILE."),
     "lora.bad_name": Message(
         "The LoRA's name {file} is empty or unreadable.", "Give a name, or the path of a .safetensors file."

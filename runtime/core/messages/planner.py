@@ -57,6 +57,12 @@ _RULES: Mapping[str, Message] = {
         "Use {set[nag=1]}, or {in_pytorch:setting}.",
         "{set[nag]} excludes {backend:backend}",
     ),
+    "planner.lora_ranges_on_engine": Message(
+        "A LoRA with a range of steps excludes {backend:backend} for the {component:lower_component}: an engine "
+        "contains its weights.",
+        "Omit the range, or use {in_pytorch:setting}.",
+        "a LoRA for some steps excludes {backend:backend}",
+    ),
     "planner.step_cache_on_engine": Message(
         "A step cache excludes {backend:backend} for the {component:lower_component}: an engine computes all of its "
         "blocks.",
@@ -377,6 +383,22 @@ _REASONS: Mapping[str, Message] = {
     "planner.guidance_cached": Message(
         "A guidance pass that differs from the one with the prompt by at most {strength:g} of its size is left out in "
         "the next step, as requested."
+    ),
+    "planner.lora_ranges": Message(
+        "Loaded {loads:n time}, because other LoRAs become active between its steps; each takes {seconds:about}."
+    ),
+    "planner.lora_range_in_parts": Message(
+        "The LoRA {lora} has a range of steps, which is not possible for videos that are made in two stages or in "
+        "sections.",
+        "Omit @START-END.",
+    ),
+    "planner.lora_range_cached": Message(
+        "The LoRA {lora} has a range of steps, and a step cache would reuse what other weights computed.",
+        "Use {set[step_cache=none]}, or omit @START-END.",
+    ),
+    "planner.lora_range_empty": Message(
+        "No step of {steps} begins in the range {start:g} to {end:g} of the LoRA {lora}.",
+        "Give a longer range, or more steps.",
     ),
     "planner.nag": Message(
         "Attention to the text is guided away from the negative prompt, with scale {scale:g}, as requested."

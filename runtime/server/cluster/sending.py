@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from runtime.core.errors import EngineError, OutputError
+from runtime.core.loras import LoraUse
 from runtime.core.settings import Settings
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
@@ -74,8 +75,7 @@ class Sender:
         try:
             with sharing:
                 model = self._send_model(spec)
-                loras = self._entries({f"{use.digest[:16]}/{use.path.name}": use.path for use in spec.loras})
-                self._send("lora", "loras", loras)
+                self._send("lora", "loras", self._entries({_lora_name(use): use.path for use in spec.loras}))
                 self._send("image", "images", transfer.entries({use.digest: use.path for use in spec.inputs}, None))
                 self._send_engines(spec, model)
             self._send("job", record.id, transfer.entries(transfer.job_files(store.folder(record.id)), None))
@@ -85,7 +85,7 @@ class Sender:
             record=record,
             deaths=store.log.deaths(record.id),
             model=model,
-            loras=tuple((entry.name, use.expert) for entry, use in zip(loras, spec.loras, strict=True)),
+            loras=tuple((_lora_name(use), use.expert) for use in spec.loras),
             files=stamps(spec),
         )
 
@@ -150,6 +150,11 @@ class Sender:
 
     def _call(self, method: str, *values: Any) -> Any:
         return self._remote.end(self._remote.begin(method, *values))
+
+
+def _lora_name(use: LoraUse) -> str:
+    """Return the name of a LoRA's file on a node."""
+    return f"{use.digest[:16]}/{use.path.name}"
 
 
 def _may_serve(record: EngineRecord, spec: ModelSpec) -> bool:

@@ -19,7 +19,7 @@ from runtime.execution.text_encoder import joined
 from runtime.families.hunyuan_video.vae import PyTorchVideoDecoder
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, Step, decode, denoise, get_noise, get_schedule
 from tests.plans import Alone, tiny_plan
 
 Tiny = Callable[[str], ModelSpec]
@@ -38,8 +38,8 @@ def sample(spec: ModelSpec, plan: ExecutionPlan, residency: Residency) -> torch.
         return joined(found).embeds
 
     @contextmanager
-    def expert(name: str) -> Iterator[Denoiser]:
-        with residency.denoiser(spec, job, name) as denoiser:
+    def expert(first: Step) -> Iterator[Denoiser]:
+        with residency.denoiser(spec, job, first.expert) as denoiser:
             yield denoiser
 
     scheduler = load_scheduler(spec, plan.shift)

@@ -14,7 +14,7 @@ from runtime.execution.components import ISOLATED, PROMPTED, SKIPPING, UNPROMPTE
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module, load_scheduler
-from runtime.pipeline.sampling import Conditioning, Guidance, StepResult, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import Conditioning, Guidance, Step, StepResult, denoise, get_noise, get_schedule
 from runtime.pipeline.stream_guidance import StreamSampling
 from tests.families.ltx2.test_faults import Clip, whole
 from tests.families.ltx2.test_parity import make, planned
@@ -70,7 +70,7 @@ def test_a_step_takes_over_the_differences_of_the_one_before(tiny: Tiny, tmp_pat
             return denoiser(latents, timestep, text_embeds, which)
 
     @contextmanager
-    def expert(_: str) -> Iterator[Denoiser]:
+    def expert(_: Step) -> Iterator[Denoiser]:
         yield Recorded()
 
     scheduler = load_scheduler(spec, plan.shift)

@@ -27,7 +27,16 @@ from runtime.models.images import find_image
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec, StreamGuidance
 from runtime.models.weights import load_scheduler
-from runtime.pipeline.sampling import Conditioning, GivenFrames, Guidance, decode, denoise, get_noise, get_schedule
+from runtime.pipeline.sampling import (
+    Conditioning,
+    GivenFrames,
+    Guidance,
+    Step,
+    decode,
+    denoise,
+    get_noise,
+    get_schedule,
+)
 from runtime.pipeline.stages import image_latents
 from runtime.pipeline.stream_guidance import StreamSampling
 from tests.image_files import saved, with_saved
@@ -73,8 +82,8 @@ def make(spec: ModelSpec, plan: ExecutionPlan) -> Made:
                 return connect(states)
 
         @contextmanager
-        def expert(name: str) -> Iterator[Denoiser]:
-            with residency.denoiser(spec, job, name) as denoiser:
+        def expert(first: Step) -> Iterator[Denoiser]:
+            with residency.denoiser(spec, job, first.expert) as denoiser:
                 cast("StreamDenoiser", denoiser).see(sampling.streams, sampling.guidance.skipping_blocks)
                 yield denoiser
 
