@@ -14,5 +14,7 @@ if __name__ == "__main__":
     small = described(gpu=gpu(free_gib=float(free_gib)), torch_cuda="13.0", packages=GPU_PACKAGES)
     probe.probe = lambda *_: small
     from runtime.cli.main import main
+    from runtime.queue.job_queue import JobQueue
 
+    JobQueue.start_workers = lambda *_, **__: None  # type: ignore[method-assign] # they would import PyTorch in vain
     main(flags)

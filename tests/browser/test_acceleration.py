@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.app_server import Server, make_cache, serving
+from tests.app_server import Server, make_cache, serving, serving_here
 from tests.browser.conftest import (
     DESKTOP,
     PHONE,
@@ -53,15 +53,6 @@ def wait_for_chip(page: Any, part: str, words: str) -> None:
     page.wait_for_selector(f"#part-{part} .badge:has-text('{words}')")
 
 
-def test_the_forecast_is_in_view(open_page: OpenPage) -> None:
-    page = open_page()
-    page.wait_for_selector("#forecast .forecast:has-text('About')")
-    assert page.get_attribute("#advanced", "aria-expanded") == "false"
-    open_chip(page, "model")
-    page.wait_for_selector("#card :text('here.')")
-    assert re.search(r"A 1\.1 s clip takes about .* s and .* here", page.inner_text("#card"))
-
-
 def test_rows_follow_the_model_the_machine_and_their_own_choice(open_page: OpenPage) -> None:
     page = open_page()
     unfold(page)
@@ -100,8 +91,14 @@ def test_rows_follow_the_model_the_machine_and_their_own_choice(open_page: OpenP
     page.wait_for_selector("#field-loras", state="hidden")
 
 
-def test_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
+def test_the_forecast_is_in_view_and_quick_changes_end_with_the_last_answer(open_page: OpenPage) -> None:
     page = open_page()
+    page.wait_for_selector("#forecast .forecast:has-text('About')")
+    assert page.get_attribute("#advanced", "aria-expanded") == "false"
+    open_chip(page, "model")
+    page.wait_for_selector("#card :text('here.')")
+    assert re.search(r"A 1\.1 s clip takes about .* s and .* here", page.inner_text("#card"))
+    page.keyboard.press("Escape")
     unfold(page)
     tick(page, "#size input[value=custom]")
     for width in ("32", "33", "48", "49", "65", "64"):
@@ -144,7 +141,7 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
     ask(page, "a red ball")
     start(page)
     wait_for_state(page, "done")
-    assert page.evaluate("() => document.querySelector('#picture video').videoWidth") == 128
+    page.wait_for_function("() => document.querySelector('#picture video')?.videoWidth === 128")
     page.click("#facts [popovertarget=details]")
     assert "128 × 64" in page.inner_text("#details .summary")
     assert f"at {2 * fps} fps" in page.inner_text("#details")
@@ -166,7 +163,7 @@ def test_choices_are_stored_and_restored_from_a_result(open_page: OpenPage) -> N
 def test_launch_flags_are_defaults_until_the_user_chooses(
     open_page: OpenPage, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with serving(make_cache(tmp_path_factory.mktemp("preset")), "--enable-tensorrt", "--tensorrt-transformer") as other:
+    with serving_here(make_cache(tmp_path_factory.mktemp("preset")), tensorrt=("transformer",)) as other:
         page = open_page(url=other.url)
         unfold(page)
         assert [chosen(page, part) for part in ROWS] == ["auto", "tensorrt", "tensorrt", "auto"]
@@ -194,16 +191,6 @@ def ask_for_much(page: Any) -> None:
     customize(page, width="128", height="128")
     customize(page, frames="17")
     page.wait_for_selector(".strategies .strategy[aria-pressed=true]")
-
-
-def test_a_strategy_can_be_selected_if_memory_is_short(open_page: OpenPage, short_of_memory: Server) -> None:
-    page = open_page(url=short_of_memory.url)
-    unfold(page)
-    ask_for_much(page)
-    for viewport in (PHONE, DESKTOP):
-        page.set_viewport_size(viewport)
-        select_strategies(page)
-    assert page.complaints == []
 
 
 def select_strategies(page: Any) -> None:
@@ -237,7 +224,7 @@ def select_strategies(page: Any) -> None:
     assert page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 
 
-def test_each_badge_follows_its_backend_and_a_form_that_does_not_fit_lists_all_strategies(
+def test_each_badge_follows_its_backend_and_strategies_can_be_selected_if_memory_is_short(
     open_page: OpenPage, short_of_memory: Server
 ) -> None:
     page = open_page(url=short_of_memory.url)
@@ -252,6 +239,11 @@ def test_each_badge_follows_its_backend_and_a_form_that_does_not_fit_lists_all_s
                 arg=[part, before],
             )
         assert page.inner_text(f"#part-{part} .badge") == planned
+    ask_for_much(page)
+    for viewport in (PHONE, DESKTOP):
+        page.set_viewport_size(viewport)
+        select_strategies(page)
+    assert page.complaints == []
     # A form that does not fit lists all strategies.
     customize(page, width="1024", height="1024")
     customize(page, frames="253")

@@ -15,7 +15,7 @@ from runtime.queue.store import NAME, JobStore
 from runtime.video.images import fitted
 from runtime.video.mp4 import read_metadata
 from tests import tiny_models
-from tests.app_server import DEFAULTS, Server, make_cache, serving
+from tests.app_server import DEFAULTS, App, make_cache, serving_here
 from tests.browser.conftest import PHONE, SMALL, OpenPage, ask, open_chip, start, tick, wait_for_state
 from tests.browser.test_accessibility import serious_issues
 from tests.image_files import encoded, picture
@@ -48,7 +48,7 @@ SHOWN = """(image) => {
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     """Return a web app with four tiny models: from text, an optional image, two images, and a control video."""
     cache = make_cache(tmp_path_factory.mktemp("images"))
     text = cache / "weights" / "tiny"
@@ -65,7 +65,7 @@ def able(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         if name == "first":
             sidecar["defaults"]["image_guidance_scale"] = 1.5
         (model / "tandem.json").write_text(json.dumps(sidecar), encoding="utf-8")
-    with serving(cache, "--model", "first") as running:
+    with serving_here(cache, model="first") as running:
         yield running
     assert "Traceback" not in (cache / "server.txt").read_text(encoding="utf-8")
 
@@ -122,7 +122,7 @@ def offers_size_of_image(page: Any) -> bool:
     return offered
 
 
-def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able: Server, tmp_path: Path) -> None:
+def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able: App, tmp_path: Path) -> None:
     page = open_page(url=able.url)
     assert not offers_size_of_image(page)
     assert not page.is_visible("#pop-images")
@@ -170,7 +170,7 @@ def test_an_image_is_dropped_pasted_picked_and_removed(open_page: OpenPage, able
     assert [one for one in page.complaints if "422" not in one] == []
 
 
-def test_guidance_follows_the_image_unless_it_was_changed(open_page: OpenPage, able: Server) -> None:
+def test_guidance_follows_the_image_unless_it_was_changed(open_page: OpenPage, able: App) -> None:
     page = open_page(url=able.url)
     page.wait_for_function("() => window.tandem.restored")
     usual = DEFAULTS["guidance_scale"]
@@ -210,7 +210,7 @@ def test_guidance_follows_the_image_unless_it_was_changed(open_page: OpenPage, a
     wait_for_guidance(1.5)
 
 
-def test_a_model_without_images_names_others_and_two_places_take_two(open_page: OpenPage, able: Server) -> None:
+def test_a_model_without_images_names_others_and_two_places_take_two(open_page: OpenPage, able: App) -> None:
     page = open_page(url=able.url)
     select_model(page, "Tiny")
     page.wait_for_selector("#images .images[data-model=tiny]", state="attached")
@@ -238,7 +238,7 @@ def test_a_model_without_images_names_others_and_two_places_take_two(open_page: 
 
 
 @pytest.mark.parametrize(("width", "height"), [(160, 40), (40, 120)])
-def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: Server, width: int, height: int) -> None:
+def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: App, width: int, height: int) -> None:
     page = open_page(url=able.url)
     hand(page, file(width, height, "photo.png"))
     chosen(page, "photo.png")
@@ -267,7 +267,7 @@ def test_the_preview_is_what_the_model_sees(open_page: OpenPage, able: Server, w
     assert page.complaints == []
 
 
-def test_a_video_is_extended_and_its_parts_are_played(open_page: OpenPage, able: Server) -> None:
+def test_a_video_is_extended_and_its_parts_are_played(open_page: OpenPage, able: App) -> None:
     page = open_page(url=able.url)
     hand(page, file(96, 96, "square.png"))
     chosen(page, "square.png")
@@ -313,7 +313,7 @@ def test_a_video_is_extended_and_its_parts_are_played(open_page: OpenPage, able:
     assert page.complaints == []
 
 
-def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPage, able: Server) -> None:
+def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPage, able: App) -> None:
     page = open_page(url=able.url)
     hand(page, file(96, 96, "square.png"))
     chosen(page, "square.png")
@@ -368,7 +368,7 @@ def test_a_video_is_made_continued_and_restored_with_its_image(open_page: OpenPa
     assert page.complaints == other.complaints == []
 
 
-def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Server) -> None:
+def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: App) -> None:
     page = open_page(PHONE, url=able.url, color_scheme="dark")
     hand(page, file(400, 100, "wide.png"))
     chosen(page, "wide.png")
@@ -388,7 +388,7 @@ def test_an_image_fits_a_phone_and_is_accessible(open_page: OpenPage, able: Serv
     assert page.complaints == []
 
 
-def made_video(page: Any, server: Server) -> Path:
+def made_video(page: Any, server: App) -> Path:
     """Ask for a video, and return its file when it is done."""
     ask(page)
     start(page)
@@ -399,7 +399,7 @@ def made_video(page: Any, server: Server) -> Path:
 
 
 def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
-    open_page: OpenPage, able: Server, tmp_path: Path
+    open_page: OpenPage, able: App, tmp_path: Path
 ) -> None:
     page = open_page(PHONE, url=able.url)
     source = ("-f", "lavfi", "-i", "testsrc=size=64x96:rate=8:duration=1")
@@ -443,7 +443,7 @@ def test_a_control_video_a_mask_and_references_are_chosen_and_restored(
     assert page.complaints == [] and other.complaints == []
 
 
-def test_a_video_is_dropped_changed_and_restored(open_page: OpenPage, able: Server, tmp_path: Path) -> None:
+def test_a_video_is_dropped_changed_and_restored(open_page: OpenPage, able: App, tmp_path: Path) -> None:
     page = open_page(PHONE, url=able.url, color_scheme="dark")
     clip = make(
         tmp_path / "clip.webm", "-c:v", "libvpx", inputs=("-f", "lavfi", "-i", "testsrc=size=96x96:rate=8:duration=1")
