@@ -107,11 +107,8 @@ def clip_of(spec: ModelSpec, folder: Path, **values: object) -> Clip:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("images", [(), ("image", "last_image")])
-def test_resuming_after_any_step_gives_the_same_frames_and_sound(
-    images: tuple[str, ...], tiny: Tiny, tmp_path: Path
-) -> None:
-    spec, files = with_saved(tiny("ltx-2.3"), images, tmp_path)
+def test_resuming_after_any_step_gives_the_same_frames_and_sound(tiny: Tiny, tmp_path: Path) -> None:
+    spec, files = with_saved(tiny("ltx-2.3"), ("image", "last_image"), tmp_path)
     clip, exact = (clip_of(spec, tmp_path / cache, steps=5, guidance_cache=cache, **files) for cache in ("0.2", "off"))
     assert whole(clip) != whole(exact)
     for step in (1, 2, 3):

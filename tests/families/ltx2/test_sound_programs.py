@@ -58,12 +58,11 @@ def test_programs_equal_the_decoders_in_pytorch(architecture: str, tiny: Tiny) -
 
 
 @pytest.mark.slow
-def test_exported_files_equal_pytorch(tiny: Tiny, tmp_path: Path) -> None:
-    # A job decodes on those of LTX-2 below.
-    for name in SOUND_DECODERS:
-        (exported,) = export_component(tiny("ltx-2.3"), name, (LATENTS, 1, 1), tmp_path)
-        assert exported.path == tmp_path / f"{name}.onnx"
-        assert exported.error < 1e-5
+def test_an_exported_file_equals_pytorch(tiny: Tiny, tmp_path: Path) -> None:
+    # A job decodes on both of LTX-2 below; LTX-2.3 has another vocoder.
+    (exported,) = export_component(tiny("ltx-2.3"), "vocoder", (LATENTS, 1, 1), tmp_path)
+    assert exported.path == tmp_path / "vocoder.onnx"
+    assert exported.error < 1e-5
 
 
 def broken(_: Any) -> Any:

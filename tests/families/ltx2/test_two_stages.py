@@ -175,8 +175,9 @@ def assert_equal(clip: Clip, sigmas: Sequence[float] | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("images", IMAGES)
-@pytest.mark.parametrize("architecture", LTX2_DISTILLED)
+@pytest.mark.parametrize(
+    ("architecture", "images"), [(LTX2_DISTILLED[(number + 1) % 2], images) for number, images in enumerate(IMAGES)]
+)
 def test_latents_of_both_streams_equal_the_pipelines(architecture: str, images: Sequence[str], make: Make) -> None:
     assert (*STAGE_2_DISTILLED_SIGMA_VALUES,) == REFINING_LEVELS
     assert_equal(make("clip", architecture, images=images, steps=len(DISTILLED_SIGMA_VALUES)), DISTILLED_SIGMA_VALUES)
@@ -289,20 +290,17 @@ def test_stages_run_one_after_the_other(make: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
-@pytest.mark.parametrize("images", [IMAGES[0], IMAGES[1], IMAGES[3]])
+@pytest.mark.parametrize("images", [IMAGES[0], IMAGES[3]])
 def test_a_job_killed_in_either_stage_resumes_to_the_same_frames_and_sound(
     images: Sequence[str], make: Make, subtests: pytest.Subtests
 ) -> None:
     wanted = whole(make(images=images))
-    first = 10 if images else 8
     moments: dict[str, tuple[dict[str, Any], list[int]]] = {
         "in the first stage": ({"event": "StepDone", "count": 2}, [1]),
         # Its checkpoint is written after the event.
         "after its last step": ({"event": "StepDone", "count": FIRST}, [FIRST - 1]),
-        "between the stages": ({"event": "StageStarted", "count": first}, [FIRST]),
-        "before a step of the second": ({"event": "StageStarted", "count": first + 1}, [FIRST]),
+        "before a step of the second": ({"event": "StageStarted", "count": 9}, [FIRST]),
         "in the second stage": ({"event": "StepDone", "count": FIRST + 2}, [FIRST + 1]),
-        "frames": ({"event": "FramesDecoded", "count": 1}, [ALL]),
     }
     for moment, (kill, resumed) in moments.items():
         if images and moment not in ("in the first stage", "in the second stage"):
