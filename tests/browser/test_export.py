@@ -115,7 +115,8 @@ def settings_of_other_programs(page: Any, folder: Path) -> None:
     for file in settings_of_others.write_all(folder):
         ask(page, "something else")
         data = base64.b64encode(file.read_bytes()).decode()
-        assert page.evaluate(DROP, {"data": data, "name": file.name, "type": ""})
+        media = "image/png" if file.suffix == ".png" else ""
+        assert page.evaluate(DROP, {"data": data, "name": file.name, "type": media})
         page.wait_for_selector(f"#restored:has-text('Settings of “{file.name}”')")
         written = settings_of_others.prompt_in(file.name)
         page.wait_for_function("(it) => document.querySelector('#field-prompt textarea').value === it", arg=written)
