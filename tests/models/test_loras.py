@@ -323,6 +323,7 @@ def test_names_resolve_only_inside_the_caches_folder(spec: ModelSpec, tmp_path: 
         ("Wan2.2-T2V-A14B-4steps-lora-250928/high_noise_model", 4),
         ("Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank32", 4),
         ("Wan21_CausVid_14B_T2V_lora_rank32", 4),
+        ("FastWan2.1_T2V_14B_480p_lora_rank_128", 3),
         ("wan2.2_t2v_lightx2v_8steps_lora_v1_low_noise", 8),
         ("Wan2.2-Lightning/low", 4),
         ("footsteps", None),

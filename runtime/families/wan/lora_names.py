@@ -81,8 +81,13 @@ _LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
 # configs/distill/wan_t2v_distill_lora_4step_cfg.json). With it UniPC's four timesteps are 999, 937, 833 and 625; those
 # of the training were 1000, 937.5, 833.3 and 625: https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
 LIGHTX2V_SHIFT = 5.0
+# FastVideo's have three timesteps (`dmd_denoising_steps` in
+# https://github.com/hao-ai-lab/FastVideo, fastvideo/configs/pipelines/wan.py).
 DISTILLED = DistilledLoras(
-    {re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo|fastwan", re.IGNORECASE): 4},
+    {
+        re.compile(r"fastwan", re.IGNORECASE): 3,
+        re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo", re.IGNORECASE): 4,
+    },
     {_LIGHTX2V: LIGHTX2V_SHIFT},
 )
 
