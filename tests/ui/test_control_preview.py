@@ -105,10 +105,10 @@ def test_frames_that_are_given_are_seen_with_a_control_video_and_without(page: P
         ("extended", extended_form),
     ):
         key, *frames = page.lines(**values)
-        shown = control_preview.seen(page.plan(**values), page.spec)
+        shown = control_preview.seen(page.plan(**values), page.spec, page.preview)
         assert shown is not None and key == {"key": shown["key"]}
         assert [line["frame"] for line in frames] == list(range(shown["frames"]))
-        assert about(page.plan(**values)) is None or name == "steered"
+        assert about(page.plan(**values), page.preview) is None or name == "steered"
         seen[name] = [float(np.asarray(opened(line).convert("L")).mean()) for line in frames], shown
     (alone, _), (steered, _), (extended, _) = seen.values()
     assert alone[0] > 250 and alone[-1] < 5 and all(abs(gray - 127) < 3 for gray in alone[1:-1])
@@ -118,7 +118,7 @@ def test_frames_that_are_given_are_seen_with_a_control_video_and_without(page: P
     assert all(len(opened(line).getcolors(2**16) or []) > 9 for line in page.lines(**extended_form)[1:6])
     lines = [shown["line"] for _, shown in seen.values()]
     given = [page_text(Fact("ui.given_frames", {"frames": 9, "first": n, "last": m})).what for n, m in ((1, 1), (5, 0))]
-    assert [lines[0], lines[2]] == given and lines[1] == (about(page.plan()) or {})["line"]
+    assert [lines[0], lines[2]] == given and lines[1] == (about(page.plan(), page.preview) or {})["line"]
     assert len({shown["key"] for _, shown in seen.values()}) == 3
 
 
