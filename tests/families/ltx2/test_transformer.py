@@ -438,6 +438,12 @@ def test_blocks_are_compiled_once_for_each_kind_of_pass(
 # LTX-2 alone keeps the text's keys and values; everything else that is compiled, LTX-2.3 has too.
 @pytest.mark.slow
 @pytest.mark.compiler
+def test_compiled_blocks_equal_diffusers(tiny: Tiny) -> None:
+    assert_compiled_equals_diffusers(tiny("ltx-2.3"), [("text", PROMPTED)])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("architecture", "passes"),
     [
@@ -446,8 +452,13 @@ def test_blocks_are_compiled_once_for_each_kind_of_pass(
     ],
     ids=LTX2_ARCHITECTURES,
 )
-def test_compiled_blocks_equal_diffusers(architecture: str, passes: Sequence[tuple[str, Any]], tiny: Tiny) -> None:
-    spec, failures = tiny(architecture), []
+def test_traced_blocks_equal_diffusers(architecture: str, passes: Sequence[tuple[str, Any]], tiny: Tiny) -> None:
+    assert_compiled_equals_diffusers(tiny(architecture), passes)
+
+
+def assert_compiled_equals_diffusers(spec: ModelSpec, passes: Sequence[tuple[str, Any]]) -> None:
+    """Compare compiled passes, each by its timesteps and kind, with the reference."""
+    failures: list[tuple[str, str]] = []
 
     def degraded(field: str, reason: Fact) -> None:
         failures.append((field, str(reason)))
