@@ -179,17 +179,6 @@ class GenerationRequest(FrozenModel):
             longest=MAX_PROMPT_CHARACTERS,
         ),
     ]
-    template: Annotated[
-        str | None,
-        Prompt(
-            label="Prompt template",
-            help="The template that the seed made the prompt of. A request that has one keeps its prompt as it is.",
-            group="prompt",
-            docs="prompts.md#wildcards",
-            longest=MAX_PROMPT_CHARACTERS,
-            optional=True,
-        ),
-    ] = None
     negative_prompt: Annotated[
         str | None,
         Prompt(
@@ -911,6 +900,17 @@ class GenerationRequest(FrozenModel):
             off_flag="--no-sound",
         ),
     ] = "on"
+    template: Annotated[
+        str | None,
+        Prompt(
+            label="Prompt template",
+            help="The template that the seed made the prompt of. A request that has one keeps its prompt as it is.",
+            group="prompt",
+            docs="prompts.md#wildcards",
+            longest=MAX_PROMPT_CHARACTERS,
+            optional=True,
+        ),
+    ] = None
 
     @model_validator(mode="before")
     @classmethod
