@@ -292,6 +292,11 @@ def install(testing: bool) -> None:
 
 def prepare_venv() -> None:
     """Leave a `.venv` without a stamp whose Python and pip run and whose packages are complete."""
+    if os.pathsep in str(VENV):
+        raise SetupError(
+            f"no virtual environment can be made in a folder with {os.pathsep} in its path: {VENV.parent}",
+            f"move Tandem to a folder without {os.pathsep} in its path, and run the same command again",
+        )
     base = base_python()  # before .venv, which may lead to it, is deleted
     if VENV.is_symlink() or VENV.exists():
         flaw = venv_flaw()

@@ -1,6 +1,7 @@
 """Decisions of tools/setup_env.py (PyTorch build, disk space, macOS), and the consistency of install.bat."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -140,6 +141,18 @@ def test_a_nearly_full_disk_is_reported_first(
     monkeypatch.setattr(setup_env, "installed_torch", lambda: None)
     with pytest.raises(setup_env.SetupError, match=f"2.0 GB free; installing takes about {needed}"):
         setup_env.check_disk(nvidia)
+
+
+def test_a_folder_that_no_virtual_environment_can_be_in_is_refused(
+    setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / f"a{os.pathsep}b"
+    folder.mkdir()
+    monkeypatch.setattr(setup_env, "VENV", folder / ".venv")
+    with pytest.raises(setup_env.SetupError, match="no virtual environment can be made") as caught:
+        setup_env.prepare_venv()
+    assert str(folder) in caught.value.what and "move Tandem" in caught.value.remedy
+    assert not any(folder.iterdir())
 
 
 def test_tensorrt_for_rtx_is_installed_on_the_gpus_that_it_supports(

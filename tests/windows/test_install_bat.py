@@ -27,7 +27,7 @@ FOLDERS = (
     "(x86)",
     "it's",
     "caret^",
-    "semi;colon,comma",
+    "comma,",
     "equal=sign",
     "红船",
 )
@@ -140,6 +140,13 @@ def test_folders(made: Repo, tmp_path: Path, name: str, check: Check) -> None:
     check(f"set up in a folder named {name}", ["a boat"], outcome(done))
     again = cmd(repo, f'"{repo.root}\\install.bat" x', cwd=tmp_path)
     check(f"started in a folder named {name}, by its own Python", ["x"], outcome(again))
+
+
+def test_a_folder_that_no_virtual_environment_can_be_in(made: Repo, tmp_path: Path, check: Check) -> None:
+    repo = moved(made, tmp_path / "semi;colon" / "Tandem")
+    done = cmd(repo, f'"{repo.root}\\install.bat" x', cwd=tmp_path, TANDEM_PYTHON=str(BASE / "python.exe"))
+    found = done.returncode, "move Tandem to a folder without ;" in done.stderr, "Traceback" in done.stderr
+    check("set up in a folder with ; in its name", (2, True, False), found)
 
 
 def test_the_choice_of_python(made: Repo, tmp_path: Path, check: Check) -> None:
