@@ -4,8 +4,10 @@ Versions come from metadata. Only `doctor` imports packages, in a child process:
 """
 
 import functools
+import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -14,6 +16,8 @@ from runtime.core.facts import Fact
 
 _IMPORT_SECONDS = 120
 _LONGEST_LINE = 200
+# Of what an import prints, the end that is read.
+_TAIL_BYTES = 10_000
 
 
 @dataclass(frozen=True)
@@ -121,25 +125,27 @@ def installed_as(package: Package) -> tuple[str, str] | None:
 
 def import_problem(package: Package, seconds: float = _IMPORT_SECONDS) -> Fact | None:
     """Import a package in a child process and return why it cannot be imported, `None` if it can."""
-    try:
-        child = subprocess.run(
-            [sys.executable, "-c", f"import {package.module}"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Fact("package.import_slow", {"seconds": seconds})
-    except OSError as error:
-        return Fact("package.no_process", {"error": first_line(error)})
+    # A file, not a pipe: a program that the package starts may keep a pipe open after the child has ended.
+    with tempfile.TemporaryFile() as messages:
+        try:
+            child = subprocess.run(
+                [sys.executable, "-c", f"import {package.module}"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=messages,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Fact("package.import_slow", {"seconds": seconds})
+        except OSError as error:
+            return Fact("package.no_process", {"error": first_line(error)})
+        messages.seek(max(messages.seek(0, os.SEEK_END) - _TAIL_BYTES, 0))
+        lines = messages.read().decode(errors="replace").strip().splitlines()
     if child.returncode == 0:
         return None
     if child.returncode < 0:
         return Fact("package.import_crashed", {"signal": -child.returncode})
-    lines = child.stderr.strip().splitlines()
     if not lines:
         return Fact("package.import_ended", {"exit_code": child.returncode})
     return Fact("package.import_failed", {"error": lines[-1][:_LONGEST_LINE].rstrip(".")})

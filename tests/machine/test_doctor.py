@@ -159,6 +159,20 @@ def test_why_a_package_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mo
     assert import_problem(package("leaving")) == Fact("package.import_ended", {"exit_code": 3})
 
 
+def test_a_package_may_leave_a_program_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the output of the process that imported the package."""
+    running = tmp_path / "running"
+    running.touch()
+    program = f"import os, time\nwhile os.path.exists({str(running)!r}): time.sleep(0.1)"
+    text = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {program!r}])"
+    (tmp_path / "starting.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    try:
+        assert import_problem(package("starting"), seconds=30) is None
+    finally:
+        running.unlink()
+
+
 def test_versions_come_from_metadata() -> None:
     assert installed_as(package("x")) == ("pytest", pytest.__version__)
     assert installed_as(Package("x", "X", ("no-such-distribution",), "x", "nothing")) is None
