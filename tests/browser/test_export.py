@@ -105,8 +105,10 @@ def test_videos_are_exported_played_restored_and_joined(open_page: OpenPage, ser
             "(prompt) => document.querySelector('#field-prompt textarea').value === prompt", arg=PROMPT
         )
     assert page.input_value("#field-seed :is(input, textarea)") == "77"
-    settings_of_other_programs(page, tmp_path)
     joined_in_history(page, tmp_path)
+    page.keyboard.press("Escape")
+    page.click("[role=tab]:has-text('Make')")
+    settings_of_other_programs(page, tmp_path)
     assert page.complaints == []
 
 
