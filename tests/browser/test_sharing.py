@@ -185,6 +185,7 @@ def test_the_owner_stops_visitors_videos_and_sharing(visit: Visit, contexts: Con
     own.goto(shared.url)
     ready(own)
     port, user, password = link_of(shared.cache_dir)
+    own.wait_for_selector("#sharing [data-copy]")
     text = own.inner_text("#sharing")
     assert f"http://{HOST}:{port}" in text and user in text and password in text
     own.click("#sharing [data-copy]")
