@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from runtime.core.errors import InvalidRequestError
-from runtime.core.facts import shortened
 from runtime.core.request import AUTO, GenerationRequest, random_seed
 from runtime.core.templates import expanded, is_template
 
@@ -43,12 +42,12 @@ def _lines(cache_dir: Path | None, name: str) -> list[str]:
             data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise InvalidRequestError("prompt", "request.list_missing", name=shortened(name), folder=FOLDER) from error
+        raise InvalidRequestError("prompt", "request.list_missing", name=name, folder=FOLDER) from error
     except (OSError, ValueError) as error:
-        raise InvalidRequestError("prompt", "request.list_unreadable", name=shortened(name), folder=FOLDER) from error
+        raise InvalidRequestError("prompt", "request.list_unreadable", name=name, folder=FOLDER) from error
     if len(data) > _MAX_BYTES:
-        raise InvalidRequestError("prompt", "request.list_too_large", name=shortened(name), maximum=_MAX_BYTES)
+        raise InvalidRequestError("prompt", "request.list_too_large", name=name, maximum=_MAX_BYTES)
     lines = [line for text_line in text.splitlines() if (line := text_line.strip()) and not line.startswith("#")]
     if not lines:
-        raise InvalidRequestError("prompt", "request.list_empty", name=shortened(name), folder=FOLDER)
+        raise InvalidRequestError("prompt", "request.list_empty", name=name, folder=FOLDER)
     return lines
