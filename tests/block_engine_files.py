@@ -11,6 +11,7 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import probe
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.planner import memory_model
 from runtime.planner.choice.engine_index import EngineKey, ShapeProfile
 from tests.conftest import shared_folder
 from tests.engine_library import EngineLibrary
@@ -51,3 +52,35 @@ def in_blocks(plan: ExecutionPlan, spec: ModelSpec) -> ExecutionPlan:
 
 def _key(spec: ModelSpec, program: str) -> EngineKey:
     return BUILDER.key(spec, "transformer", program, (ANY_SIZE,), precision="float32", machine=probe(), device="cpu")
+
+
+def forecast_of_blocks(spec: ModelSpec, latents: tuple[int, int, int, int, int], side: int, chunk: int) -> int:
+    """Return the bytes that are forecast for a pass on block engines in bfloat16 of 9 latent frames of 16×16 tokens.
+
+    Args:
+        latents: the shape of the video's latents.
+        side: width and height of the frames.
+        chunk: the most tokens of one call of an engine.
+    """
+    use = EngineRef(
+        id="x",
+        program="block_qkv",
+        builder="b",
+        precision="bfloat16",
+        profile=((1, 1, 1),) * 3,
+        tokens=chunk,
+        context_bytes=1,
+    )
+    workload = memory_model.Workload(
+        spec=spec,
+        device="cuda:0",
+        dtypes={"transformer": "bfloat16"},
+        engine_bytes={},
+        engine_seconds={},
+        tokens=9 * 16 * 16,
+        latent_shape=latents,
+        height=side,
+        width=side,
+        engines={"transformer": (use,)},
+    )
+    return memory_model._blocks_bytes(workload, "transformer", workload.tokens)

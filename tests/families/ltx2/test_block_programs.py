@@ -12,7 +12,7 @@ import torch
 from runtime.core.errors import EngineError
 from runtime.core.events import FellBack, VideoSaved
 from runtime.core.facts import Fact
-from runtime.core.plan import EAGER, EngineRef, Speed
+from runtime.core.plan import EAGER, Speed
 from runtime.engines.block_programs import BlockProgram
 from runtime.engines.block_reference import compare_blocks, random_text
 from runtime.engines.key_parts import architecture_digest
@@ -26,8 +26,7 @@ from runtime.families.ltx2.block_programs import BLOCK_PARTS
 from runtime.families.ltx2.spec import BLOCK_PROGRAMS
 from runtime.families.ltx2.transformer import PyTorchStreamDenoiser
 from runtime.models.spec import ModelSpec
-from runtime.planner import memory_model
-from tests.block_engine_files import in_blocks, stock
+from tests.block_engine_files import forecast_of_blocks, in_blocks, stock
 from tests.engines.test_block_reference import Part, Tensors, key_of
 from tests.families.hunyuan_video.test_block_programs import MOST_TOKENS, Engines, on_engines
 from tests.families.ltx2.test_transformer import (
@@ -215,28 +214,7 @@ def test_memory_between_engines_is_as_forecast(tiny: Tiny) -> None:
         block.attend = block.attend_text = block.attend_other = attend
     with Counted([*module.parameters(), *module.buffers(), *given]) as counted:
         denoiser(given.latents, TIMES["text"], given.text)
-    use = EngineRef(
-        id="x",
-        program="block_qkv",
-        builder="b",
-        precision="bfloat16",
-        profile=((1, 1, 1),) * 3,
-        tokens=Untouched.most_tokens,
-        context_bytes=1,
-    )
-    workload = memory_model.Workload(
-        spec=spec,
-        device="cuda:0",
-        dtypes={"transformer": "bfloat16"},
-        engine_bytes={},
-        engine_seconds={},
-        tokens=9 * 16 * 16,
-        latent_shape=streams.video,
-        height=512,
-        width=512,
-        engines={"transformer": (use,)},
-    )
-    forecast = memory_model._blocks_bytes(workload, "transformer", workload.tokens)
+    forecast = forecast_of_blocks(spec, streams.video, 512, Untouched.most_tokens)
     assert 0.85 * forecast <= counted.peak <= 1.01 * forecast
 
 

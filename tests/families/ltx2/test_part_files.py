@@ -150,19 +150,24 @@ def test_what_files_lack_is_named(tiny: Tiny, tmp_path: Path, subtests: pytest.S
     )
     save_gemma(folder / "gemma.safetensors", gemma_state(whole), "comfyui")
     complete = load_file(path)
+
+    def refused(change: Callable[[State], object]) -> ModelError:
+        state = dict(complete)
+        change(state)
+        save_file(state, path)
+        with pytest.raises(ModelError) as caught:
+            find("ltx-dev", folder)
+        return caught.value
+
     cases: dict[str, tuple[Callable[[State], object], str]] = {
         "vocoder": (_without("vocoder."), "model.weights_missing"),
         "connectors": (_without(f"{PREFIX}video_emb", f"{PREFIX}audio_emb", "text_emb"), "model.weights_missing"),
     }
     for name, (change, code) in cases.items():
         with subtests.test(name):
-            state = dict(complete)
-            change(state)
-            save_file(state, path)
-            with pytest.raises(ModelError) as caught:
-                find("ltx-dev", folder)
-            assert caught.value.data["cause"].code == code
-            assert caught.value.data["cause"].data == {"component": name}
+            error = refused(change)
+            assert error.data["cause"].code == code
+            assert error.data["cause"].data == {"component": name}
     last = "vocoder.resblocks.2.convs2.1.weight"
     damages: dict[str, tuple[Callable[[State], object], str]] = {
         "a tensor less": (_without(last), "model.file_tensor_missing"),
@@ -171,13 +176,9 @@ def test_what_files_lack_is_named(tiny: Tiny, tmp_path: Path, subtests: pytest.S
     }
     for name, (change, code) in damages.items():
         with subtests.test(name):
-            state = dict(complete)
-            change(state)
-            save_file(state, path)
-            with pytest.raises(ModelError) as caught:
-                find("ltx-dev", folder)
-            assert caught.value.code == code
-            for line in (caught.value.what, caught.value.remedy):
+            error = refused(change)
+            assert error.code == code
+            for line in (error.what, error.remedy):
                 assert line and "\n" not in line
     with subtests.test("truncated"):
         save_file(complete, path)

@@ -20,8 +20,7 @@ from runtime.machine.probe import probe
 from runtime.models.catalogue import look_up
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
-from runtime.planner import memory_model
-from tests.block_engine_files import ANY_SIZE, BUILDER
+from tests.block_engine_files import ANY_SIZE, BUILDER, forecast_of_blocks
 from tests.engines.test_block_reference import Part, Tensors, key_of, part_of
 from tests.families.hunyuan_video.test_block_programs import Engines, on_engines
 from tests.families.ltx2.test_block_programs import Untouched
@@ -134,26 +133,5 @@ def test_memory_between_engines_is_as_forecast(tiny: Tiny) -> None:
         block.attend = block.attend_text = attend
     with Counted([*module.parameters(), *module.buffers(), latents, text]) as counted:
         denoiser(latents, TIMESTEP, text)
-    use = EngineRef(
-        id="x",
-        program="block_qkv",
-        builder="b",
-        precision="bfloat16",
-        profile=((1, 1, 1),) * 3,
-        tokens=Untouched.most_tokens,
-        context_bytes=1,
-    )
-    workload = memory_model.Workload(
-        spec=spec,
-        device="cuda:0",
-        dtypes={"transformer": "bfloat16"},
-        engine_bytes={},
-        engine_seconds={},
-        tokens=9 * 16 * 16,
-        latent_shape=(1, 16, *size),
-        height=256,
-        width=256,
-        engines={"transformer": (use,)},
-    )
-    forecast = memory_model._blocks_bytes(workload, "transformer", workload.tokens)
+    forecast = forecast_of_blocks(spec, (1, 16, *size), 256, Untouched.most_tokens)
     assert 0.85 * forecast <= counted.peak <= 1.01 * forecast
