@@ -31,7 +31,7 @@ from runtime.machine.probe import Machine, probe
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.models.wildcards import with_prompt
-from runtime.pipeline.files import make_folder, output_path
+from runtime.pipeline.files import make_folder
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.resolve import PlanningContext, resolve
 from runtime.queue import recovery
@@ -81,15 +81,7 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         confirmed: skips the question before a video that takes hours.
     """
     environment = _Environment.load()
-    request = with_prompt(request, environment.settings.cache_dir)
-    spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
-    output = read_output(out, request.prompt, environment.settings.outputs_dir)
-    plan = resolve(
-        request,
-        spec,
-        PlanningContext(environment.machine, output, environment.engines.offers(spec), environment.history.read()),
-    )
-    _check_saving(plan, output)
+    request, spec, plan = _planned(environment, request, out)
     terminal.line(clip_text(spec, plan))
     terminal.line(time_text(plan))
     seconds = plan.seconds["load"].likely + plan.seconds["total"].likely
@@ -110,11 +102,7 @@ def generate_all(requests: Sequence[GenerationRequest], *, confirmed: bool, as_j
         confirmed: skips the question before hours of work.
     """
     environment = _Environment.load()
-    folder = environment.settings.outputs_dir
-    make_folder(folder)
     planned = [_planned(environment, request) for request in requests]
-    for _, _, plan in planned:
-        _check_saving(plan, plan.output)
     seconds = sum(plan.seconds["total"].likely for *_, plan in planned)
     terminal.line(f"{counted(len(planned), 'video')}, about {duration(seconds)} in all.")
     if seconds >= _ASK_SECONDS and not confirmed and not as_json and sys.stdin.isatty():
@@ -136,14 +124,19 @@ def generate_all(requests: Sequence[GenerationRequest], *, confirmed: bool, as_j
 
 
 def _planned(
-    environment: _Environment, request: GenerationRequest
+    environment: _Environment, request: GenerationRequest, out: str | None = None
 ) -> tuple[GenerationRequest, ModelSpec, ExecutionPlan]:
-    """Return a request as it is stored, its model and its plan, for a new file in the folder for videos."""
+    """Return a request as it is stored, its model and its plan, whose video can be saved.
+
+    Args:
+        out: see `read_output`.
+    """
     request = with_prompt(request, environment.settings.cache_dir)
     spec = model_for(request, environment.settings.weights_dir, environment.settings.cache_dir)
-    output = output_path(environment.settings.outputs_dir, request.prompt)
+    output = read_output(out, request.prompt, environment.settings.outputs_dir)
     offers = environment.engines.offers(spec)
     plan = resolve(request, spec, PlanningContext(environment.machine, output, offers, environment.history.read()))
+    _check_saving(plan, output)
     return request, spec, plan
 
 
