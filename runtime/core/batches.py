@@ -148,6 +148,6 @@ def typed(request: Mapping[str, Any], name: str) -> Any:
 def _field(name: object) -> str:
     field = AXES.get(name.strip()) if isinstance(name, str) else None
     if field is None or field in _NO_AXES:
-        known = [known for known, field in AXES.items() if field not in _NO_AXES and known not in FIELDS]
-        raise InvalidRequestError("grid", "request.grid_field", name=shortened(name), known=["prompt", *known])
+        names = [option for option, of in AXES.items() if of not in _NO_AXES and option not in FIELDS]
+        raise InvalidRequestError("grid", "request.grid_field", name=shortened(name), known=["prompt", *names])
     return field

@@ -68,7 +68,7 @@ def write_sheet(store: JobStore, batch: str, outputs_dir: Path) -> Sheet:
     videos = [_video(job) for job in jobs]
     make_folder(outputs_dir)
     picture, page = (outputs_dir / f"grid-{batch}{suffix}" for suffix in (".png", ".html"))
-    png = draw_sheet([Captioned(video, label) for video, label in zip(videos, labels, strict=True)], columns)
+    png = _drawn(videos, jobs)
     figures = [
         {"video": None if video is None else _address(video, outputs_dir), "caption": label, "state": job.state}
         for job, video, label in zip(jobs, videos, labels, strict=True)
@@ -90,9 +90,7 @@ def sheet_png(store: JobStore, batch: str) -> bytes:
         MachineError: if there is no ffmpeg.
     """
     jobs = _jobs(store, batch)
-    return draw_sheet(
-        [Captioned(_video(job), label) for job, label in zip(jobs, captions(jobs), strict=True)], columns_of(jobs)
-    )
+    return _drawn([_video(job) for job in jobs], jobs)
 
 
 def captions(jobs: Sequence[JobRecord]) -> list[str]:
@@ -115,6 +113,10 @@ def _jobs(store: JobStore, batch: str) -> Sequence[JobRecord]:
     if not jobs:
         raise StoreError("queue.no_batch", batch=batch)
     return jobs
+
+
+def _drawn(videos: Sequence[Path | None], jobs: Sequence[JobRecord]) -> bytes:
+    return draw_sheet(list(map(Captioned, videos, captions(jobs))), columns_of(jobs))
 
 
 def _video(job: JobRecord) -> Path | None:
