@@ -15,8 +15,7 @@ def _large(path: Path) -> None:
 
 
 HOSTILE: dict[str, Callable[[Path], object]] = {
-    **({"fifo": os.mkfifo} if sys.platform != "win32" else {}),
-    "device": lambda path: path.symlink_to("/dev/zero"),
+    **({} if sys.platform == "win32" else {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}),
     "folder": lambda path: path.mkdir(),
     "deep": lambda path: path.write_bytes(DEEP),
     "large": _large,

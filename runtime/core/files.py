@@ -98,8 +98,11 @@ def move_over(source: Path, target: Path) -> None:
 
 
 def is_no_file_on_windows(name: str) -> bool:
-    """Return whether Windows allows no file of this name: "con.mp4" is a device, and "?" is not allowed."""
-    return _NO_FILE.fullmatch(name) is not None
+    """Return whether Windows allows no file or folder of this name.
+
+    "con.mp4" is a device, "?" is not allowed, and 255 UTF-16 code units are the limit.
+    """
+    return _NO_FILE.fullmatch(name) is not None or len(name.encode("utf-16-le", "surrogatepass")) > 2 * 255
 
 
 def sync_folder(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, Val
 
 from runtime.core.errors import SettingsError
 from runtime.core.facts import shortened
+from runtime.core.files import is_no_file_on_windows
 from runtime.core.foreign_variables import value_of
 from runtime.core.frozen import FrozenModel
 from runtime.core.request import FINISHERS, MAX_FRAMES, MAX_STEPS
@@ -199,6 +200,8 @@ class Settings(FrozenModel):
             path = path and path.expanduser().resolve()
             # A folder that is still to be made must not lie below a file.
             usable = path is None or next(place for place in (path, *path.parents) if place.exists()).is_dir()
+            if path and sys.platform == "win32":
+                usable = usable and not any(map(is_no_file_on_windows, path.parts[1:]))
         except (OSError, RuntimeError):  # no such user's home, a name too long, a folder that may not be entered
             usable = False
         if not usable:

@@ -73,8 +73,19 @@ def test_names_that_are_no_files_on_windows(subtests: pytest.Subtests) -> None:
             "conout$",
             "what?.mp4",
             "a\nb.mp4",
+            256 * "x",
+            128 * "\U0001f6a2",
         ),
-        False: ("console.mp4", "com.mp4", "com10.mp4", "a con.mp4", "null.mp4", ".mp4", "\u7ea2\u8239.mp4"),
+        False: (
+            "console.mp4",
+            "com.mp4",
+            "com10.mp4",
+            "a con.mp4",
+            "null.mp4",
+            ".mp4",
+            "\u7ea2\u8239.mp4",
+            255 * "\u7ea2",
+        ),
     }
     for expected, tried in names.items():
         for name in tried:

@@ -20,8 +20,8 @@ HOLDERS = {
         "with scratch_folder() as folder:\n    (folder / 'part').mkdir()\n    shutil.rmtree = slow"
     ),
     "a store": (
-        "from pathlib import Path\nfrom runtime.queue.store import open_store\n"
-        "store = open_store(Path('/dev/null'))\nassert store.temporary and store.path\nwait()"
+        "import sys\nfrom pathlib import Path\nfrom runtime.queue.store import open_store\n"
+        "store = open_store(Path(sys.executable))\nassert store.temporary and store.path\nwait()"
     ),
 }
 

@@ -1,6 +1,7 @@
 """Settings: precedence, validation, and their documentation."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,12 +63,13 @@ def test_a_command_is_split_without_a_shell(tmp_path: Path) -> None:
     assert settings.load({}, environ).on_done == ()
     (tmp_path / "settings.json").write_text(json.dumps({"on_done": ["copy it", "a'b"]}))
     assert settings.load({}, environ).on_done == ("copy it", "a'b")
-    loaded = settings.load({}, environ | {"TANDEM_ON_DONE": "'my script' --to \"a b\" # $HOME;"})
+    loaded = settings.load({}, environ | {"TANDEM_ON_DONE": '"my script" --to "a b" # $HOME;'})
     assert loaded.on_done == ("my script", "--to", "a b", "#", "$HOME;")
+    assert settings.split_command("'my script' a", windows=False) == ["my script", "a"]
     windows = r'"C:\Program Files\copy.exe" C:\to it' "'s"
     assert settings.split_command(windows, windows=True) == [r"C:\Program Files\copy.exe", r"C:\to", "it's"]
     assert settings._is_batch_file("x.CMD .", windows=True) and not settings._is_batch_file("x.cmd", windows=False)
-    for wrong in ("'open", "''", '"a'):
+    for wrong in ('"open', '""', 'a "b'):
         with pytest.raises(SettingsError) as refused:
             settings.load({}, environ | {"TANDEM_ON_DONE": wrong})
         assert (refused.value.code, refused.value.data["source"]) == ("settings.not_a_command", "TANDEM_ON_DONE")
@@ -158,7 +160,10 @@ def test_an_invalid_library_size_is_refused(tmp_path: Path, value: str) -> None:
 
 
 @pytest.mark.parametrize("variable", ["TENSORRT_CACHE_DIR", "FRAMEPACK_TENSORRT_CACHE_DIR"])
-@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300, "~no-such-user/engines"])
+@pytest.mark.parametrize(
+    "name",
+    ["file", "file/below", "x" * 300, *(["con", "a?/b"] if sys.platform == "win32" else ["~no-such-user/engines"])],
+)
 def test_an_invalid_engine_folder_is_refused(tmp_path: Path, name: str, variable: str) -> None:
     (tmp_path / "file").write_text("")
     value = name if name.startswith("~") else str(tmp_path / name)
