@@ -513,6 +513,7 @@ def test_reset_sets_everything_but_model_and_prompt_to_its_default(open_page: Op
     page = open_page()
     page.wait_for_selector("[data-chip=quality]:text-is('Balanced')")
     page.fill("#field-prompt textarea", "a green kite")
+    page.wait_for_function("() => window.tandem.value('prompt') === 'a green kite'")
     before = page.evaluate("() => window.tandem.values")
     assert not page.is_visible("#reset")
     advance(page)
