@@ -31,6 +31,8 @@ from runtime.models.catalogue import (
     stored_bytes,
     transformer_files,
 )
+from runtime.models.enhancers import PUBLISHED as ENHANCERS
+from runtime.models.enhancers import PublishedEnhancer, folder_of_enhancer
 from runtime.models.hub.client import hub_of
 from runtime.models.hub.download import (
     Download,
@@ -94,6 +96,10 @@ def show_models() -> dict[str, Any]:
         installed = "yes" if maker["here"] else "no"
         about = f"makes control frames: {maker['kind']}"
         rows.append((maker["name"], maker["title"], byte_size(maker["bytes"]), installed, "", about))
+    enhancers = [_enhancer(model, loaded.weights_dir) for model in ENHANCERS]
+    for chat in enhancers:
+        installed = "yes" if chat["here"] else "no"
+        rows.append((chat["name"], chat["title"], byte_size(chat["bytes"]), installed, "", "enhances prompts"))
     terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
     terminal.line(f"Details of a model: `{program()} models show NAME`.")
     return {
@@ -102,6 +108,7 @@ def show_models() -> dict[str, Any]:
         "decoders": [_decoder(spec) for spec in frame_decoders],
         "upscalers": [_upscaler(spec) for spec in enlarging],
         "preprocessors": makers,
+        "enhancers": enhancers,
     }
 
 
@@ -160,6 +167,18 @@ def _preprocessor(model: PublishedPreprocessor, weights_dir: Path) -> dict[str, 
         "kind": model.kind,
         "license": model.license,
         "repositories": [part.repository for part in model.parts],
+        "here": folder.is_dir(),
+        "bytes": bytes_in(folder) if folder.is_dir() else model.size,
+    }
+
+
+def _enhancer(model: PublishedEnhancer, weights_dir: Path) -> dict[str, Any]:
+    folder = folder_of_enhancer(model.name, weights_dir)
+    return {
+        "name": model.name,
+        "title": model.title,
+        "license": model.license,
+        "repositories": [model.repository],
         "here": folder.is_dir(),
         "bytes": bytes_in(folder) if folder.is_dir() else model.size,
     }
@@ -301,13 +320,20 @@ def _repository(spec: ModelSpec) -> str | None:
 
 
 def download(
-    name: str, revision: str | None, mirror: str | None, *, agreed: bool, without_transformers: bool = False
+    name: str,
+    revision: str | None,
+    mirror: str | None,
+    *,
+    agreed: bool,
+    without_transformers: bool = False,
+    enhancer: bool = False,
 ) -> dict[str, Any]:
     """Download a model after showing its license and asking for consent.
 
     Args:
         agreed: skips the question.
         without_transformers: leaves their weights out, for models whose transformers are in single files.
+        enhancer: whether a repository is that of a chat model.
 
     Raises:
         TandemError: if the model is not available, the disk is too small, or downloads are disabled.
@@ -318,7 +344,8 @@ def download(
     if revision is not None and not (revision.strip() and revision.isprintable()):
         raise InvalidRequestError("revision", "cli.revision_unreadable")
     line = _Line()
-    source = replace(source_of(name, revision), without_transformers=without_transformers)
+    source = source_of(name, revision, enhancer=enhancer)
+    source = replace(source, without_transformers=without_transformers and source.makes_videos)
     with Download(source, loaded.weights_dir, hub, line.update, loaded.cache_dir) as transfer:
         with cancel_on_signals() as cancel, line.shown():
             plan = transfer.plan(cancel)

@@ -154,6 +154,10 @@ class LimitError(TandemError):
     """An action that visitors of a share link may not take, or not now."""
 
 
+class EnhancerError(TandemError):
+    """A chat model or server that does not enhance a prompt; the prompt stays as it is."""
+
+
 class CheckpointError(TandemError):
     """A checkpoint that cannot be written or used; the job continues without it."""
 

@@ -55,6 +55,9 @@ VARIABLES: Mapping[str, str] = {
     "keep_videos": "TANDEM_KEEP_VIDEOS",
     "keep_bytes": "TANDEM_KEEP_BYTES",
     "on_done": "TANDEM_ON_DONE",
+    "enhancer": "TANDEM_ENHANCER",
+    "enhancer_model": "TANDEM_ENHANCER_MODEL",
+    "enhancer_key": "TANDEM_ENHANCER_KEY",
     "offline": "TANDEM_OFFLINE",
     "hub": "TANDEM_HUB",
 }
@@ -114,6 +117,7 @@ _INVALID: Mapping[str, str] = {
     "keep_videos": "settings.not_a_count",
     "keep_bytes": "settings.not_a_count",
     "on_done": "settings.not_a_command",
+    "enhancer": "settings.not_an_enhancer",
 }
 
 
@@ -140,6 +144,9 @@ class Settings(FrozenModel):
         keep_days, keep_videos, keep_bytes: how long ended videos are kept, and how many and how much of the user and of
             each visitor and key; `None` keeps all.
         on_done: program and arguments that run when a video is done or fails; empty runs none.
+        enhancer: the chat model that enhances prompts: its name or folder, or the address of an OpenAI-compatible
+            server, without a slash at its end; `None` has none.
+        enhancer_model, enhancer_key: the model's name at that server, and the key that it asks for.
         offline: the flag, variable or file that disables downloads; empty if they are enabled.
         hub: the address that models are downloaded from; one from HF_ENDPOINT is not validated yet.
     """
@@ -169,6 +176,9 @@ class Settings(FrozenModel):
     on_done: tuple[Annotated[str, Field(max_length=4_096, pattern=r"^[^\x00]*$")], ...] = Field(
         default=(), max_length=100
     )
+    enhancer: Text | None = None
+    enhancer_model: Text | None = None
+    enhancer_key: Text | None = Field(default=None, repr=False)
     offline: str = ""
     hub: str = HUB
 
@@ -230,6 +240,18 @@ class Settings(FrozenModel):
     @classmethod
     def _parse_word(cls, value: Any) -> Any:
         return value.strip().lower() if isinstance(value, str) else value
+
+    @field_validator("enhancer")
+    @classmethod
+    def _check_enhancer(cls, value: str | None) -> str | None:
+        if value is None or not is_address(value):
+            return value
+        parts = urlsplit(value)
+        # A password in an address would appear in messages.
+        has_more = "@" in parts.netloc or parts.query or parts.fragment
+        if " " in value or not parts.hostname or parts.port == 0 or has_more:
+            raise ValueError
+        return value.rstrip("/")
 
     @field_validator("share_size", mode="before")
     @classmethod
@@ -306,6 +328,11 @@ def load(
     if settings.share:
         check_share(settings)
     return settings
+
+
+def is_address(enhancer: str) -> bool:
+    """Return whether the setting `enhancer` is a server's address, and not the name or folder of a model."""
+    return enhancer.lower().startswith(("http://", "https://"))
 
 
 def split_command(text: str, *, windows: bool = sys.platform == "win32") -> list[str]:

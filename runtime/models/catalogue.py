@@ -12,6 +12,7 @@ from typing import Any
 from runtime.core.disk_caches import bytes_in
 from runtime.core.errors import ModelError, OutputError, TandemError
 from runtime.models import single_file
+from runtime.models.enhancers import ENHANCERS
 from runtime.models.folder import read_config
 from runtime.models.preprocessors import PREPROCESSORS
 from runtime.models.registry import FAMILIES, KnownModel, family_of, is_component, published_models, read_spec
@@ -22,7 +23,7 @@ from runtime.models.stored_weights import WeightFiles
 EMBEDDED = Path(__file__).parent / "embedded"
 _BYTES_PER_WEIGHT = 4
 # Folders of the weights folder that are no models of videos.
-_OTHERS = frozenset({LORAS, UPSCALERS, PREPROCESSORS})
+_OTHERS = frozenset({LORAS, UPSCALERS, PREPROCESSORS, ENHANCERS})
 # Of text encoders, image encoders, VAEs and upsamplers, in ComfyUI.
 _PART_FOLDERS = ("text_encoders", "clip", "clip_vision", "vae", "latent_upscale_models")
 # Why a folder does not fit that lacks a component.

@@ -97,7 +97,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: if it is missing, not JSON, not a JSON object, or has a number beyond a million.
     """
-    value = _read_object(path)
+    value = read_object(path)
     for name, number in _numbers(value):
         if not (abs(number) <= _MAX_NUMBER or (name in _MAY_BE_INFINITE and not math.isnan(number))):
             file = f"{path.parent.name}/{path.name}"
@@ -105,7 +105,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file of a model folder with a JSON object, whatever its numbers.
+
+    Raises:
+        ModelError: if it is missing, not JSON, or not a JSON object.
+    """
     file = f"{path.parent.name}/{path.name}"
     try:
         value = read_json(path, infinite=True)
@@ -210,7 +215,7 @@ def check_tokenizer(directory: Path) -> None:
                 raise ModelError("model.file_too_large", file=file, most=MAX_SMALL_FILE_BYTES)
             check_read_by_library(path)
     path = directory / "tokenizer_config.json"
-    if path.exists() and "auto_map" in _read_object(path):
+    if path.exists() and "auto_map" in read_object(path):
         raise ModelError("model.tokenizer_runs_code")
 
 
@@ -247,7 +252,7 @@ def _is_tokenizer(folder: Path) -> bool:
     try:
         for name in ("tokenizer_config.json", "special_tokens_map.json", "vocab.json"):
             if (folder / name).is_file():
-                _read_object(folder / name)
+                read_object(folder / name)
         path = folder / "tokenizer.json"
         if path.is_file():
             return _is_whole(path, path.stat().st_size, path.stat().st_mtime_ns)
@@ -326,7 +331,7 @@ def _weights_by_variant(component: Path) -> dict[str | None, tuple[list[str], st
 
 def _indexed(path: Path) -> set[str]:
     """Return the files that an index names."""
-    names = _read_object(path).get("weight_map")
+    names = read_object(path).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise ModelError("model.index_invalid", file=f"{path.parent.name}/{path.name}")
     return set(names.values())
@@ -365,7 +370,7 @@ def tensor_shapes(component: Path) -> dict[str, tuple[int, ...]]:
     shapes = {name: tensor.shape for name, tensor in _tensors(component).items()}
     variants = _weights_by_variant(component)
     index = variants[_preferred(variants)][1]
-    for name in _read_object(component / index)["weight_map"] if index is not None else ():
+    for name in read_object(component / index)["weight_map"] if index is not None else ():
         if name not in shapes:
             raise ModelError("model.file_tensor_missing", file=f"{component.name}/{index}", tensor=name[:_MAX_SHOWN])
     return shapes
@@ -468,7 +473,7 @@ def read_vocabulary(directory: Path) -> frozenset[str]:
     try:
         if path.stat().st_size > _MAX_VOCABULARY_BYTES:
             return frozenset()
-        tokenizer = _read_object(path)
+        tokenizer = read_object(path)
         whole_words = tokenizer["model"]["type"] == "WordLevel"
         if not whole_words or tokenizer["normalizer"]["normalizers"] != _WORD_NORMALIZERS:
             return frozenset()

@@ -32,6 +32,7 @@ from runtime.models.folder import (
     tensor_shapes,
     weight_files,
 )
+from runtime.models.prompt_guides import PromptGuide
 from runtime.models.spec import ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
 from runtime.models.timesteps import NO_FLOW_MATCHING, WITH_SHIFT
@@ -343,6 +344,11 @@ class Family(Protocol):
     @property
     def negative_prompt(self) -> str:
         """The negative prompt that the family's authors recommend; empty without one."""
+
+    @property
+    def prompt_guide(self) -> PromptGuide:
+        """What a chat model is told that enhances prompts for its models; general rules by default."""
+        return PromptGuide()
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder of this family; see `registry.read_spec`."""

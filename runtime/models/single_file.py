@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runtime.core.errors import ModelError, TandemError
+from runtime.models.enhancers import ENHANCERS
 from runtime.models.preprocessors import PREPROCESSORS
 from runtime.models.registry import (
     FAMILIES,
@@ -78,7 +79,7 @@ def listed(weights_dir: Path) -> dict[str, Path]:
     folders = [weights_dir, *sorted(path for path in weights_dir.glob("[!.]*") if path.is_dir())]
     for folder in folders:
         if folder != weights_dir and (
-            folder.name in {LORAS, UPSCALERS, PREPROCESSORS}
+            folder.name in {LORAS, UPSCALERS, PREPROCESSORS, ENHANCERS}
             or any(folder.glob("*.json"))
             or any(folder.glob("*/*.json"))
         ):

@@ -24,8 +24,8 @@ LIMIT_SECONDS = 300.0
 _AT_ONCE = 4
 # Of the end of its standard error.
 _TAIL_BYTES = 2_000
-# A secret, and a setting that would run the command again for each video that the command makes.
-_NOT_PASSED_ON = frozenset({"TANDEM_AUTH", "TANDEM_ON_DONE"})
+# Secrets, and a setting that would run the command again for each video that the command makes.
+_NOT_PASSED_ON = frozenset({"TANDEM_AUTH", "TANDEM_ENHANCER_KEY", "TANDEM_ON_DONE"})
 
 logger = logging.getLogger(__name__)
 

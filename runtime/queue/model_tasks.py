@@ -18,6 +18,7 @@ from runtime.core.events import Failed
 from runtime.core.facts import Fact, render
 from runtime.core.settings import Settings
 from runtime.models.catalogue import known_as
+from runtime.models.enhancers import published_enhancer
 from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, Source, source_of
 from runtime.models.hub.files import verify
@@ -142,9 +143,9 @@ class ModelTasks:
 
     def _from_hub(self, kind: Literal["download", "look"], name: str) -> ModelTask:
         check_online(self._settings)
-        source, model = source_of(name, None), known_as(name)
-        maker = published_preprocessor(source.folder) if source.preprocessor else None
-        title = model.title if model else maker.title if maker else source.repository
+        source = source_of(name, None)
+        found = known_as(name) or published_preprocessor(source.folder) or published_enhancer(source.folder)
+        title = source.repository if found is None else found.title
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:

@@ -196,6 +196,11 @@ MESSAGES: Mapping[str, Message] = {
         "{source} is {value}, not a command.",
         "Give a program and its arguments, and close each quote. No shell reads them, and on Windows no .bat or .cmd.",
     ),
+    "settings.not_an_enhancer": Message(
+        "{source} is not the address of a chat server.",
+        "Give one such as http://127.0.0.1:11434/v1, without a user or a password, or the name or folder of a chat "
+        "model.",
+    ),
     "settings.not_a_count": Message("{source} is {value}.", "Give a whole number from 1 to {most}."),
     "settings.not_days": Message("{source} is {value}.", "Give a number of days above 0, up to {most}."),
     "settings.not_a_folder": Message("{source} is {value}, not a folder.", "Give a folder; it is created when needed."),

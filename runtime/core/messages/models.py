@@ -391,6 +391,93 @@ _VIDEOS: Mapping[str, Message] = {
         "{set[outpaint]} keeps the control video as it is, so that nothing of it is preprocessed.",
         "Give a mask of what changes with {set[mask]}, or leave one of them out.",
     ),
+    "enhancer.none": Message(
+        "No enhancer is set.",
+        "Set TANDEM_ENHANCER to a chat model, such as {model}, or to a chat server's address, and start Tandem again.",
+    ),
+    "enhancer.not_downloaded": Message(
+        "The enhancer {model} is not downloaded, {license}, {size:bytes}.", "Run `{tandem} models download {name}`."
+    ),
+    "enhancer.repository_not_downloaded": Message(
+        "The enhancer {name} is not downloaded.", "Run `{tandem} models download --enhancer {name}`."
+    ),
+    "enhancer.no_such_folder": Message(
+        "TANDEM_ENHANCER is {name}, and there is no such chat model.",
+        "Give the folder of one, or the name of a folder in {folder}.",
+    ),
+    "enhancer.no_model_name": Message(
+        "TANDEM_ENHANCER is {address}, without the name of a model there.", "Set TANDEM_ENHANCER_MODEL to one."
+    ),
+    "enhancer.offline": Message(
+        "The enhancer is at {address}, and {offline} keeps Tandem offline.", "Use one on this machine."
+    ),
+    "enhancer.not_a_chat_model": Message(
+        "{model} is no chat model: its config.json names {architecture}.",
+        "Choose a model for text alone.",
+    ),
+    "enhancer.quantized": Message("{model} is quantized.", "Choose the chat model in BF16 or FP16, or a chat server."),
+    "enhancer.no_chat_template": Message(
+        "{model} has no chat template, as a model that only continues texts.", "Choose its chat or instruct version."
+    ),
+    "enhancer.unloadable": Message("{model} cannot be loaded: {reason}.", "Choose another chat model."),
+    "enhancer.weights_missing": Message(
+        "{model} lacks {missing:n tensor}.", "Run `{tandem} models verify`, or copy its folder again."
+    ),
+    "enhancer.template_failed": Message("The chat template of {model} fails: {reason}.", "Choose another chat model."),
+    "enhancer.prompt_too_long": Message(
+        "The prompt is too long for {model}: {tokens} tokens with its instructions, of at most {most}.",
+        "Shorten the prompt, or choose another chat model.",
+    ),
+    "enhancer.no_memory": Message(
+        "{model} needs {needed:bytes} of memory, and {free:bytes} are free.",
+        "Close programs, or choose a smaller chat model.",
+    ),
+    "enhancer.template": Message(
+        "The prompt is a template, which stands for several prompts.",
+        "Enhance one without choices and lists, or use `{tandem} generate --enhance`.",
+    ),
+    "enhancer.unreachable": Message(
+        "The enhancer at {address} cannot be reached: {reason}.", "Start it, or correct TANDEM_ENHANCER."
+    ),
+    "enhancer.silent": Message(
+        "The enhancer at {address} gave no answer within {seconds:duration}.",
+        "Try again, or choose a smaller model.",
+    ),
+    "enhancer.key_refused": Message(
+        "The enhancer at {address} refuses the key ({status}).", "Set TANDEM_ENHANCER_KEY to a valid one."
+    ),
+    "enhancer.not_found": Message(
+        "The enhancer at {address} has no model {model} (404).",
+        "Correct TANDEM_ENHANCER_MODEL; most addresses end in /v1.",
+    ),
+    "enhancer.server_busy": Message("The enhancer at {address} is busy (429).", "Try again later."),
+    "enhancer.status": Message(
+        "The enhancer at {address} answers with status {status}.", "Read its log; most addresses end in /v1."
+    ),
+    "enhancer.wrong_format": Message(
+        "The answer of {address} is not in the format of OpenAI's chat completions.",
+        "Correct TANDEM_ENHANCER; most addresses end in /v1.",
+    ),
+    "enhancer.answer_empty": Message(
+        "The enhancer's answer has no prompt.", "Write more of the prompt, and try again."
+    ),
+    "enhancer.only_thoughts": Message(
+        "The enhancer was still thinking at the end of its answer.", "Choose a chat model that does not think aloud."
+    ),
+    "enhancer.answer_too_long": Message(
+        "The enhancer's answer has {characters:,} characters, of at most {most:,}.", "Choose another chat model."
+    ),
+    "enhancer.answer_unusable": Message(
+        "The enhancer's answer cannot be a prompt: {cause}", "Choose another chat model."
+    ),
+    "enhancer.unavailable": Message(
+        "The enhancer of this Tandem does not answer as it should.", "Use the prompt as it is, or ask the owner."
+    ),
+    "enhancer.busy": Message("{maximum:n prompt} are being enhanced.", "Wait until one is done."),
+    "enhancer.rate": Message(
+        "This key allows {maximum:n enhanced prompt} an hour.", "Try again in {minutes:n minute}."
+    ),
+    "enhancer.stopped": Message("The prompt was not enhanced: this was cancelled.", "Try again."),
     "preprocess.model_missing": Message(
         "{set[preprocess]} {kind} needs a model that is not installed: {model}, {license}, {size:bytes}.",
         "Run `{tandem} models download {name}`, or put the folder of such a model into {folder}.",

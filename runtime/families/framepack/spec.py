@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from runtime.families.framepack import lora_names
+from runtime.families.framepack.prompt_guide import GUIDE
 from runtime.families.hunyuan_video import spec as hunyuan_video
 from runtime.models.folder import read_config, read_sidecar, reading, up_to
 from runtime.models.registry import Family, FileSigns, KnownModel
@@ -95,6 +96,7 @@ class FramePackFamily(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = ""
+    prompt_guide = GUIDE
     shared_programs = ("hunyuan_video",)
     folder_files: Mapping[str, Sequence[FileSigns]] = _FOLDER_FILES
     lora_change = staticmethod(lora_names.NAMES.change_of)

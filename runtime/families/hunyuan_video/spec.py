@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from runtime.core.errors import ModelError
 from runtime.families.hunyuan_video import lora_names
+from runtime.families.hunyuan_video.prompt_guide import GUIDE
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, FileSigns, KnownModel
 from runtime.models.spec import ROW_KERNELS, Defaults, ModelSpec, TextEncoderSpec, folder_of
@@ -329,6 +330,7 @@ class HunyuanVideoFamily(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = ""
+    prompt_guide = GUIDE
     folder_files: Mapping[str, Sequence[FileSigns]] = FOLDER_FILES
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)

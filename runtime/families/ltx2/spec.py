@@ -17,6 +17,7 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.core.facts import Fact, shortened
 from runtime.families.ltx2 import file_names, lora_names, part_files
+from runtime.families.ltx2.prompt_guide import GUIDE
 from runtime.models.folder import count_parameters, read_config, read_sidecar, reading, tensor_types, up_to
 from runtime.models.registry import Family, KnownModel, PartFiles, SingleFiles
 from runtime.models.spec import (
@@ -566,6 +567,7 @@ class Ltx2Family(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
+    prompt_guide = GUIDE
     single_files: SingleFiles | None = file_names
     part_files: Mapping[str, PartFiles] = {component: part.files(component) for component, part in _PARTS.items()}
     lora_change = staticmethod(lora_names.NAMES.change_of)

@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 from runtime.core.errors import ModelError
 from runtime.families.wan import file_names, lora_names, part_files
 from runtime.families.wan.part_files import weights
+from runtime.families.wan.prompt_guide import GUIDE
 from runtime.families.wan.transformer_spec import (
     AnimateTransformerSpec,
     TransformerSpec,
@@ -318,6 +319,7 @@ class WanFamily(Family):
     """See `models.registry.Family`."""
 
     negative_prompt = NEGATIVE_PROMPT
+    prompt_guide = GUIDE
     single_files: SingleFiles | None = file_names
     part_files: Mapping[str, PartFiles] = {
         "text_encoder": PartFiles(

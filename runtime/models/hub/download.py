@@ -23,6 +23,12 @@ from runtime.core.facts import Fact, render
 from runtime.core.locks import held
 from runtime.core.units import byte_size, duration
 from runtime.models.catalogue import folders, known_as
+from runtime.models.enhancers import (
+    ENHANCERS,
+    check_download,
+    part_of,
+    published_enhancer,
+)
 from runtime.models.hub.client import Hub, RevisionError, check_repository
 from runtime.models.hub.files import MANIFEST, Listing, Manifest, RemoteFile, combined, difference, read_manifest
 from runtime.models.preprocessors import (
@@ -55,6 +61,7 @@ class Source:
         parts, index: as in `KnownModel`.
         without_transformers: whether their weights are left out, for models whose transformers are in single files.
         preprocessor: whether it makes control frames; see `models.preprocessors`.
+        enhancer: whether it enhances prompts; see `models.enhancers`.
     """
 
     repository: str
@@ -66,14 +73,23 @@ class Source:
     index: Mapping[str, Any] = field(default_factory=dict)
     without_transformers: bool = False
     preprocessor: bool = False
+    enhancer: bool = False
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether it is a model of videos."""
+        return not (self.preprocessor or self.enhancer)
 
     def place(self, weights_dir: Path) -> Path:
         """Return the folder that its folder is in."""
-        return weights_dir / PREPROCESSORS if self.preprocessor else weights_dir
+        return weights_dir / (PREPROCESSORS if self.preprocessor else ENHANCERS if self.enhancer else "")
 
 
-def source_of(name: str, revision: str | None) -> Source:
+def source_of(name: str, revision: str | None, *, enhancer: bool = False) -> Source:
     """Return the source for a name of `models list` or OWNER/REPOSITORY.
+
+    Args:
+        enhancer: whether a repository is that of a chat model.
 
     Raises:
         InvalidRequestError: if the name is invalid, or a revision is given of a model in several repositories.
@@ -89,8 +105,14 @@ def source_of(name: str, revision: str | None) -> Source:
             raise InvalidRequestError("revision", "hub.revision_of_parts", model=maker.title)
         repository = maker.parts[0].repository
         return Source(repository, maker.name, maker.license, None, maker.names, maker.parts, preprocessor=True)
+    chat = published_enhancer(name)
+    if chat is not None:
+        return Source(
+            chat.repository, chat.name, chat.license, revision, chat.names, (part_of(chat.repository),), enhancer=True
+        )
     repository = check_repository(name)
-    return Source(repository, repository.rpartition("/")[2], "", revision)
+    parts = (part_of(repository),) if enhancer else ()
+    return Source(repository, repository.rpartition("/")[2], "", revision, parts=parts, enhancer=enhancer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +321,7 @@ class Download:
     def run(self, plan: DownloadPlan, cancel: Cancel) -> ModelSpec | None:
         """Fetch missing files, move the model's folder into place and return the model.
 
-        `None` without transformers, and for one that makes control frames.
+        `None` without transformers, and for one that makes no videos.
 
         Raises:
             DownloadError: if the hub fails or sends other content; complete files are kept.
@@ -320,7 +342,7 @@ class Download:
                 store_digests(
                     {self._folder / file.path: file.sha256 for file in weights if file.sha256}, self._cache_dir
                 )
-        if self._source.without_transformers or self._source.preprocessor:
+        if self._source.without_transformers or not self._source.makes_videos:
             return None
         return read_spec(self._folder, self._folder.name)
 
@@ -363,7 +385,7 @@ class Download:
             manifest = manifest.with_file(file)
             manifest.write(self._partial, sync=file.is_weights)
             last_small = not file.is_weights and (number == len(listing.files) or listing.files[number].is_weights)
-            if last_small and not self._source.preprocessor:
+            if last_small and self._source.makes_videos:
                 # All small files are complete: refuse an unsupported model before its weights are fetched.
                 check_folder(self._partial, listing.repository)
 
@@ -378,6 +400,8 @@ class Download:
         try:
             if self._source.preprocessor:
                 check_preprocessor(self._partial)
+            elif self._source.enhancer:
+                check_download(self._partial)
             elif self._source.without_transformers:
                 check_companions(self._partial)
                 check_folder(self._partial, self._folder.name)
@@ -417,7 +441,7 @@ class Download:
         if not self._source.parts:
             return self._listing_of(self._source.repository, manifest, cancel)
         listings = [self._listing_of(part.repository, manifest, cancel, part) for part in self._source.parts]
-        return combined(listings, self._source.license, self._source.index)
+        return combined(listings, self._source.license or listings[0].license, self._source.index)
 
     def _listing_of(
         self, repository: str, manifest: Manifest | None, cancel: Cancel, part: Part | None = None
@@ -566,6 +590,7 @@ def _exclusive(weights_dir: Path, name: str) -> Iterator[None]:
 
 
 def downloaded(weights_dir: Path) -> list[Path]:
-    """Return the folders of downloaded models, then of those that make control frames."""
-    makers = [folder_of_preprocessor(model.name, weights_dir) for model in PUBLISHED]
-    return [folder for folder in (*folders(weights_dir).values(), *makers) if (folder / MANIFEST).is_file()]
+    """Return the folders of downloaded models, then of those that make control frames, then of chat models."""
+    others = [folder_of_preprocessor(model.name, weights_dir) for model in PUBLISHED]
+    others += sorted((weights_dir / ENHANCERS).glob("[!.]*"))
+    return [folder for folder in (*folders(weights_dir).values(), *others) if (folder / MANIFEST).is_file()]

@@ -20,6 +20,7 @@ from runtime.core.errors import DownloadError, ModelError
 from runtime.core.facts import Fact
 from runtime.core.files import replace_file
 from runtime.core.untrusted_files import open_file, read_json
+from runtime.models.enhancers import CHAT_MODEL
 from runtime.models.folder import MAX_SMALL_FILE_BYTES
 from runtime.models.preprocessors import CLASSES
 from runtime.models.registry import Part
@@ -34,16 +35,16 @@ _SETTINGS = ("scheduler", "image_processor", "feature_extractor")
 _TOKENIZERS = ("tokenizer", "tokenizer_2")
 _WITH_WEIGHTS = (
     "text_encoder", "text_encoder_2", "connectors", "image_encoder", "transformer", "transformer_2",
-    "latent_upsampler", "vae", "audio_vae", "vocoder", *CLASSES,
+    "latent_upsampler", "vae", "audio_vae", "vocoder", *CLASSES, CHAT_MODEL,
 )  # fmt: skip
 _OPTIONAL = frozenset({
     "text_encoder_2", "connectors", "image_encoder", "transformer_2", "latent_upsampler", "audio_vae", "vocoder",
-    *CLASSES,
+    *CLASSES, CHAT_MODEL,
 })  # fmt: skip
 # A file name that is valid on every system: no path, no device, no hidden file.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_model|model)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
-_TOKENIZER_SUFFIXES = (".json", ".model", ".txt")
+_TOKENIZER_SUFFIXES = (".json", ".model", ".txt", ".jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_BYTES = 1 << 50
 _MAX_LICENSE_LENGTH = 80
@@ -185,7 +186,8 @@ def _is_loaded(path: str, paths: Collection[str]) -> bool:
     component, _, name = path.partition("/")
     if not _NAME.fullmatch(name):
         return False
-    if component in _TOKENIZERS:
+    of_tokenizer = name.endswith(_TOKENIZER_SUFFIXES) and not name.endswith(".index.json")
+    if component in _TOKENIZERS or (component == CHAT_MODEL and of_tokenizer):  # a chat model has both in one folder
         return name.endswith(_TOKENIZER_SUFFIXES)
     if component not in (*_SETTINGS, *_WITH_WEIGHTS):
         return False
