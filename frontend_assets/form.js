@@ -47,6 +47,7 @@
     if (!tandem.values.length) return;
     const frames = value("frames"), fps = value("fps");
     tandem.showImages();
+    tandem.showOriginal();
     showSize();
     showTile("length", String(frames));
     const seconds = (count) => `${(count / fps).toFixed(1)} s`;
@@ -157,7 +158,7 @@
     const example = target.closest("[data-suggestion], [data-make]"), word = target.closest("[data-word]");
     if (example) {
       exampleShown = JSON.parse(example.dataset.suggestion ?? example.dataset.make);
-      apply({ prompt: exampleShown.prompt, seed: String(exampleShown.seed) });
+      apply({ prompt: exampleShown.prompt, original_prompt: "", seed: String(exampleShown.seed) });
       if (example.dataset.make) generateSoon();
     }
     if (word) apply({ prompt: articles(withWord(prompt().value, word.dataset.word, word.closest("[data-group]"))) });

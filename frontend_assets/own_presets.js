@@ -4,7 +4,7 @@
   const tandem = window.tandem;
   const { names } = tandem;
   const PRESETS = "tandem.presets", MOST = 30;
-  const OF_A_VIDEO = /^(prompt|model|seed|seconds|size_from|video|strength|control.*|face|background|preprocess|overlap|mask|outpaint|extend_frames|join|references|keyframe.*|(last_)?image.*)$/;
+  const OF_A_VIDEO = /^(prompt|original_prompt|model|seed|seconds|size_from|video|strength|control.*|face|background|preprocess|overlap|mask|outpaint|extend_frames|join|references|keyframe.*|(last_)?image.*)$/;
   const $ = (selector) => document.querySelector(selector);
   const stored = () => {
     try {

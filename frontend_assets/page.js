@@ -2,7 +2,7 @@
 // connection. Requests only this server's own pages.
 (() => {
   "use strict";
-  const WORDS = ["prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
+  const WORDS = ["prompt", "original_prompt", "negative_prompt", "seed"];   // fields that do not affect the plan
   const FORM = "tandem.form", JOB = "tandem.job", THEME = "tandem.theme";
   const FORM_PARTS = "#compose, #settings";
   const FOCUS_MS = 2000;     // how long a field that got the focus is kept in view

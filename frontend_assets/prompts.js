@@ -46,7 +46,7 @@
   document.addEventListener("click", ({ target }) => {
     const use = target.closest("#pop-prompts [data-prompt]");
     if (use) {
-      tandem.apply({ prompt: use.dataset.prompt });
+      tandem.apply({ prompt: use.dataset.prompt, original_prompt: "" });
       $("#pop-prompts").hidePopover();
       $("#field-prompt textarea").focus();
     }

@@ -14,7 +14,7 @@ from runtime.core import settings
 from runtime.core.environment import environment_variables
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
-from runtime.core.request import FIELDS, OFF, GenerationRequest
+from runtime.core.request import FIELDS, OFF, PROMPT_SOURCES, GenerationRequest
 from runtime.core.request_fields import AUTO, Choice, RequestField
 
 Result = TypeVar("Result")
@@ -233,6 +233,8 @@ def _request_from_file_and_flags(flags: Flags) -> GenerationRequest:
 
     fields = fields_from_flags(given)
     stored = settings_of(file)
+    for source in PROMPT_SOURCES if "prompt" in fields else ():
+        stored.pop(source, None)
     for field in fields:
         stored.pop(_GIVE_WAY.get(field, ""), None)
     return GenerationRequest.from_mapping({"model": settings.load().model, **stored, **fields})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.cli import exit_codes, terminal
 from runtime.cli.conversion import read_output, read_path
+from runtime.cli.enhance import enhanced
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.jobs import check_stored
 from runtime.cli.plan_and_doctor import clip_text, time_text
@@ -72,15 +73,21 @@ class _Environment:
         )
 
 
-def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as_json: bool) -> int:
+def generate(
+    request: GenerationRequest, out: str | None, *, confirmed: bool, as_json: bool, enhances: bool = False
+) -> int:
     """Generate one video and return the exit code.
 
     What the end needs, such as the output's folder and the encoder, is checked before the job exists.
 
     Args:
         confirmed: skips the question before a video that takes hours.
+        enhances: whether the prompt is enhanced first.
     """
     environment = _Environment.load()
+    if enhances:
+        _planned(environment, request, out)  # what is refused is refused before minutes of work
+        (request,) = enhanced([request], environment.settings, environment.machine)
     request, spec, plan = _planned(environment, request, out)
     terminal.line(clip_text(spec, plan))
     terminal.line(time_text(plan))
@@ -93,15 +100,21 @@ def generate(request: GenerationRequest, out: str | None, *, confirmed: bool, as
         return _run(environment, store, job, lambda _: (spec, plan), as_json=as_json)
 
 
-def generate_all(requests: Sequence[GenerationRequest], *, confirmed: bool, as_json: bool) -> int:
+def generate_all(
+    requests: Sequence[GenerationRequest], *, confirmed: bool, as_json: bool, enhances: bool = False
+) -> int:
     """Generate the videos of a batch one after the other, and a contact sheet; return the exit code.
 
     All are planned before the first one starts. Those that wait are paused jobs; see `resume_batch`.
 
     Args:
         confirmed: skips the question before hours of work.
+        enhances: whether the prompts are enhanced first.
     """
     environment = _Environment.load()
+    if enhances:
+        _planned(environment, requests[0])
+        requests = enhanced(requests, environment.settings, environment.machine)
     planned = [_planned(environment, request) for request in requests]
     seconds = sum(plan.seconds["total"].likely for *_, plan in planned)
     terminal.line(f"{counted(len(planned), 'video')}, about {duration(seconds)} in all.")

@@ -266,6 +266,9 @@ def generate(
             help="One video for each value, as in steps=10,20 or seed=1..3, or each combination. Repeatable.",
         ),
     ] = None,
+    enhance: Annotated[
+        bool, typer.Option("--enhance", help="Let the chat model of TANDEM_ENHANCER write the prompt in more detail.")
+    ] = False,
     out: Annotated[
         OptionalText,
         typer.Option(
@@ -282,8 +285,23 @@ def generate(
 
     requests = batches.requests_of(flags, prompts, images_of, grid or [], out)
     if requests is None:
-        return run_generate(request_from_flags(flags), out, confirmed=yes, as_json=as_json)
-    return generate_all(requests, confirmed=yes, as_json=as_json)
+        return run_generate(request_from_flags(flags), out, confirmed=yes, as_json=as_json, enhances=enhance)
+    return generate_all(requests, confirmed=yes, as_json=as_json, enhances=enhance)
+
+
+@_command(app, "enhance")
+def enhance_prompt(
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the video shows.")],
+    model: Annotated[
+        OptionalText,
+        typer.Option(metavar="NAME|DIR", help="The model that the prompt is for. [default: TANDEM_MODEL]"),
+    ] = None,
+    from_image: Annotated[bool, typer.Option("--from-image", help="The video begins with an image.")] = False,
+) -> Outcome:
+    """Print a prompt in more detail, by the chat model of TANDEM_ENHANCER."""
+    from runtime.cli.enhance import enhance
+
+    return enhance(prompt, model, from_image=from_image)
 
 
 @_command(app, "plan")
@@ -439,11 +457,14 @@ def models_download(
             help="Leave out the weights of transformers: for transformers in single files.",
         ),
     ] = False,
+    enhancer: Annotated[
+        bool, typer.Option("--enhancer", help="OWNER/REPOSITORY is a chat model that enhances prompts.")
+    ] = False,
 ) -> Outcome:
     """Download a model, or its missing and damaged files; resumes an earlier download."""
     from runtime.cli.models import download
 
-    return download(name, revision, mirror, agreed=yes, without_transformers=without_transformers)
+    return download(name, revision, mirror, agreed=yes, without_transformers=without_transformers, enhancer=enhancer)
 
 
 @_command(models_app, "verify")

@@ -7,12 +7,12 @@ from typing import Any, Final
 
 from runtime.core.errors import InvalidRequestError
 from runtime.core.facts import shortened
-from runtime.core.request import AUTO, FIELDS, GenerationRequest, random_seed
+from runtime.core.request import AUTO, FIELDS, PROMPT_SOURCES, GenerationRequest, random_seed
 
 MOST_VIDEOS = 1000
 MOST_AXES = 3
 _RANGE = re.compile(r"\s*([0-9]{1,16})\s*\.\.\s*([0-9]{1,16})\s*")
-_NO_AXES = frozenset({"template", "keyframes", "keyframe_seconds"})
+_NO_AXES = frozenset({*PROMPT_SOURCES, "keyframes", "keyframe_seconds"})
 # The fields that a grid can vary, by the names of options and of fields.
 AXES: Final[Mapping[str, str]] = {
     **{declared.flag.removeprefix("--"): name for name, declared in FIELDS.items() if declared.flag},
@@ -119,7 +119,7 @@ def combinations(
     made = []
     for changes in product(*axes):
         merged = {name: value for change in changes for name, value in change.items()}
-        merged |= {"template": None} if "prompt" in merged else {}
+        merged |= dict.fromkeys(PROMPT_SOURCES) if "prompt" in merged else {}
         made.append(request.replace(**merged) if make is None else make(merged))
     return made
 
@@ -127,10 +127,10 @@ def combinations(
 def varied(requests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the fields whose values differ between stored requests, each with its values in order.
 
-    A template stands for the prompts that were made of it.
+    A template, or a text that was enhanced, stands for the prompts that were made of it.
     """
     fields = {}
-    for name in FIELDS.keys() - {"template"}:
+    for name in FIELDS.keys() - {*PROMPT_SOURCES}:
         values = list[Any]()
         for value in (typed(request, name) for request in requests):
             if value not in values:
@@ -141,8 +141,9 @@ def varied(requests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def typed(request: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a stored request's field, of the prompt its template."""
-    return (name == "prompt" and request.get("template")) or request.get(name)
+    """Return the value of a stored request's field, of the prompt what it was made of."""
+    sources = [request.get(source) for source in PROMPT_SOURCES] if name == "prompt" else []
+    return next(filter(None, sources), request.get(name))
 
 
 def _field(name: object) -> str:

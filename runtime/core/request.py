@@ -105,6 +105,8 @@ STAGES: Final = {"1": "One", "2": "Two, the first at half size"}
 IMAGE_FITS: Final = {CROP: "Crop", FIT: "Fit, with borders"}
 
 MAX_PROMPT_CHARACTERS = 5_000
+# The fields that tell what a prompt was made of: a template, then a text that was enhanced.
+PROMPT_SOURCES = ("template", "original_prompt")
 MAX_SIDE = 8_192
 MAX_FRAMES = 4_001
 MAX_SECONDS = 600.0
@@ -907,6 +909,17 @@ class GenerationRequest(FrozenModel):
             help="The template that the seed made the prompt of. A request that has one keeps its prompt as it is.",
             group="prompt",
             docs="prompts.md#wildcards",
+            longest=MAX_PROMPT_CHARACTERS,
+            optional=True,
+        ),
+    ] = None
+    original_prompt: Annotated[
+        str | None,
+        Prompt(
+            label="Prompt before it was enhanced",
+            help="The text that a chat model has made the prompt of; it is stored with the video and changes nothing.",
+            group="prompt",
+            docs="prompts.md#enhance-a-prompt",
             longest=MAX_PROMPT_CHARACTERS,
             optional=True,
         ),

@@ -32,7 +32,9 @@ from runtime.engines.imported.matching import find_matches
 from runtime.engines.service import EngineService
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import find, look_up
+from runtime.models.enhancers import LocalEnhancer
 from runtime.models.latent_files import LatentFile
+from runtime.models.prompt_guides import asked, prompt_in
 from runtime.models.registry import finishing_models
 from runtime.models.requested import model_for
 from runtime.models.spec import VAE_ENCODER, ModelSpec
@@ -49,6 +51,7 @@ from runtime.queue.records import (
     CompileCode,
     DecodeLatents,
     DeleteEngine,
+    EnhancePrompt,
     ImportEngine,
     InspectEngine,
     PruneEngines,
@@ -186,7 +189,7 @@ def _is_full(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TaskExecutor:
-    """Builds, inspects, imports, verifies, deletes or prunes engines, compiles code, or decodes latents.
+    """Builds, inspects, imports, verifies, deletes or prunes engines, compiles code, decodes latents, enhances prompts.
 
     Attributes:
         engines: the engine library.
@@ -249,8 +252,8 @@ class _Task:
                 return self._verify(work)
             case DeleteEngine():
                 return self._delete(work)
-            case DecodeLatents():
-                return self._decode(work)
+            case DecodeLatents() | EnhancePrompt():
+                return self._decode(work) if isinstance(work, DecodeLatents) else self._enhance(work)
             case PruneEngines():
                 # Engines that stay loaded for the next video may be deleted too.
                 self.free()
@@ -403,6 +406,20 @@ class _Task:
         facts = {"frames": done.frames, "rate": done.rate, "backend": done.backend, "video": done.video}
         return Fact("task.decoded", facts)
 
+    def _enhance(self, work: EnhancePrompt) -> Fact:
+        # It imports torch.
+        from runtime.execution.chat_model import loaded
+
+        self._report(Fact("task.loading_enhancer", {"model": work.title}), None)
+        enhancer = LocalEnhancer(work.folder, work.title, work.parameters)
+        gpu = None if device_here(self.engines.machine) == "cpu" else self.gpu
+        with loaded(enhancer, gpu, self.free) as model:
+            self._report(Fact("task.enhancing"), None)
+            answer = model.answer(asked(work.instructions, work.prompt), self._cancel.check)
+        # Not in the result, which is logged.
+        self._report_file([Fact("task.enhanced_prompt", {"prompt": prompt_in(answer, work.most)})])
+        return Fact("task.enhanced")
+
     def _delete(self, work: DeleteEngine) -> Fact:
         (chosen,) = self.engines.store.choose([work.engine])
         try:
@@ -429,7 +446,7 @@ class _Task:
         self._run.report({"event": "TaskProblem", "fact": fact.model_dump(mode="json")})
 
     def _report_file(self, facts: Sequence[Fact]) -> None:
-        """Store what is known about an inspected file."""
+        """Store what is known about an inspected file, or an enhanced prompt."""
         self._run.report({"event": "TaskFound", "facts": [fact.model_dump(mode="json") for fact in facts]})
 
 

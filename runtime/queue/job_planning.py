@@ -159,6 +159,7 @@ def continuation(asked: GenerationRequest, video: Path, changes: Mapping[str, ob
     # With another seed, the template would make another prompt.
     template = literal(asked.prompt) if is_template(asked.prompt) and "prompt" not in changes else None
     kept = {name: new[name] for name in _OF_FIRST_PART} | {"extend": str(video), "template": template}
+    kept |= {"original_prompt": None} if "prompt" in changes else {}
     length = {name: AUTO for name in ("frames", "seconds")} if {"frames", "seconds"} & {*changes} else {}
     return GenerationRequest.from_mapping({**asked.to_json(), **kept, **length, **changes})
 

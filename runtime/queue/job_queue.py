@@ -280,11 +280,12 @@ class JobQueue:
         self.store.finish_early(job_id)
         self._refresh([job_id])
 
-    def add_task(self, work: Work, title: Fact, seconds: float | None = None) -> Task:
+    def add_task(self, work: Work, title: Fact, seconds: float | None = None, *, first: bool = False) -> Task:
         """Add work on the engine library to the end of the queue: a build after all videos and tasks.
 
         Args:
             seconds: forecast of its duration.
+            first: whether it goes before the videos and tasks that wait.
         """
         build = isinstance(work, BuildEngines)
         record = self.store.add_work(
@@ -295,6 +296,9 @@ class JobQueue:
             part=work.component if isinstance(work, BuildEngines) else None,
             seconds=seconds,
         )
+        if first:
+            with suppress(StoreError):  # it has started
+                self.store.order.rearrange(record.id, lambda _: 0)
         return self._task_of(record)
 
     def job(self, job_id: str) -> Job | None:

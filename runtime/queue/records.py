@@ -476,6 +476,24 @@ class DecodeLatents(FrozenModel):
     channels: tuple[str, ...]
 
 
+class EnhancePrompt(FrozenModel):
+    """Enhance a prompt with a chat model in a folder; see `models.prompt_guides`.
+
+    Attributes:
+        folder, title, parameters: see `models.enhancers.LocalEnhancer`.
+        instructions: the system prompt.
+        most: how many characters the enhanced prompt may have.
+    """
+
+    kind: Literal["enhance"] = "enhance"
+    folder: Path
+    title: str
+    parameters: int
+    instructions: str
+    prompt: str
+    most: int
+
+
 Work = Annotated[
     BuildEngines
     | CompileCode
@@ -484,7 +502,8 @@ Work = Annotated[
     | VerifyEngine
     | DeleteEngine
     | PruneEngines
-    | DecodeLatents,
+    | DecodeLatents
+    | EnhancePrompt,
     Field(discriminator="kind"),
 ]
 _WORK: TypeAdapter[Work] = TypeAdapter(Work)

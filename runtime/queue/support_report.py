@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime import __version__
+from runtime.core.request import PROMPT_SOURCES
 from runtime.core.settings import ROOT
 from runtime.core.untrusted_files import open_file
 from runtime.machine.probe import Machine
@@ -22,7 +23,7 @@ from runtime.queue.store import JobStore
 _LOG_LINES = 60
 _LOG_BYTES = 1 << 18
 _REDACTED = "…"
-_PRIVATE = ("prompt", "template", "negative_prompt")
+_PRIVATE = ("prompt", *PROMPT_SOURCES, "negative_prompt")
 # Data of facts that quotes the prompt; "what" is text of an earlier version, which may.
 _PRIVATE_DATA = frozenset({"words", "what"})
 

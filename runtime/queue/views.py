@@ -229,7 +229,7 @@ class TaskProgress:
         line, share: its last progress line, and the share done, 0 to 1, if known.
         log: progress lines so far, and the end of a failed build's log.
         result: how it ended.
-        found: lines about an inspected engine file.
+        found: lines about an inspected engine file, or an enhanced prompt.
         builds: the engines that a task builds, in order; the one that runs began at `build_began`, seconds since 1970.
     """
 

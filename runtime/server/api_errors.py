@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from runtime.core.errors import (
+    EnhancerError,
     InvalidRequestError,
     LimitError,
     MachineError,
@@ -31,10 +32,12 @@ _STATUSES: Mapping[str, int] = {
     "queue.submission_deleted": 409,
     "server.api_still_stopping": 409,
     "model.not_offered": 404,
+    "enhancer.none": 503,
 }
 _CLASSES: Mapping[type[TandemError], int] = {
     InvalidRequestError: 400,
     LimitError: 429,
+    EnhancerError: 502,
     ModelError: 422,
     MachineError: 422,
     OutputError: 507,

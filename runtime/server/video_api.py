@@ -6,6 +6,7 @@
     GET    /v1/videos/batch/{id}     the videos of a batch
     GET    /v1/videos/batch/{id}/sheet   its contact sheet
     POST   /v1/videos/settings       another program's settings as fields of a video
+    POST   /v1/prompts/enhance       a prompt in more detail, by the chat model that the owner has set
     GET    /v1/videos                the caller's videos, in pages
     GET    /v1/videos/{id}           one video
     GET    /v1/videos/{id}/content   its MP4, a still image, or while it is made a clip of what is finished
@@ -66,6 +67,7 @@ from runtime.models.requested import check_inputs
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_picture, keep_video
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
+from runtime.queue.enhancing import Enhancements, EnhancerRequest
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.sheets import sheet_png
@@ -73,7 +75,7 @@ from runtime.queue.store import Submission
 from runtime.queue.supervisor import STOPPING_SECONDS
 from runtime.queue.views import Job
 from runtime.server import api_errors, api_page, video_events, video_requests
-from runtime.server.api_errors import ErrorAnswer, refused
+from runtime.server.api_errors import ApiError, ErrorAnswer, refused
 from runtime.server.api_keys import ApiKey, ApiKeys, KeyLimits
 from runtime.server.conditional import ConditionalMiddleware
 from runtime.server.connections import set_login
@@ -83,9 +85,11 @@ from runtime.server.metrics import CONTENT_TYPE, Metrics
 from runtime.server.security import CrossSiteMiddleware, SecurityHeadersMiddleware
 from runtime.server.video_objects import (
     DeletedVideo,
+    EnhancedPrompt,
     LeftOut,
     Model,
     ModelList,
+    PromptToEnhance,
     Video,
     VideoBatch,
     VideoList,
@@ -152,6 +156,7 @@ class VideoApi:
         self._watchers = Watchers(_MOST_STREAMS, _MOST_STREAMS_ALL)
         self._feeds = video_events.VideoFeeds(worker, self._shown, self.redact)
         self._metrics = Metrics(worker)
+        self._enhancements = Enhancements(worker, settings)
         self._head = head
 
     def app(self, mcp: "HttpTransport | None" = None) -> FastAPI:
@@ -218,6 +223,19 @@ class VideoApi:
             responses=errors,
             openapi_extra={
                 "requestBody": {"content": {video_requests.JSON: {"schema": VideoTags.model_json_schema()}}}
+            },
+        )
+        add(
+            "/v1/prompts/enhance",
+            self.enhance,
+            methods=["POST"],
+            response_model=EnhancedPrompt,
+            responses=errors,
+            openapi_extra={
+                "requestBody": {
+                    "required": True,
+                    "content": {video_requests.JSON: {"schema": PromptToEnhance.model_json_schema()}},
+                }
             },
         )
         add("/v1/videos", self.list, methods=["GET"], response_model=VideoList, responses=errors)
@@ -309,6 +327,40 @@ class VideoApi:
             nearest_model=found.nearest_model,
             left_out=[LeftOut(name=name, value=value) for name, value in found.left_out],
         )
+
+    async def enhance(self, request: Request) -> EnhancedPrompt:
+        """Return a prompt in more detail for a model; creates nothing. It ends when the client leaves."""
+        caller = _caller(request)
+        values, _ = await self._bodies.read(request, _owner(caller) or "")
+        wanted = await asyncio.to_thread(self._to_enhance, values)
+        self._check_caller(caller)  # reading a body takes time
+        per_hour = None if caller is None else caller.limits.per_hour
+        enhancement = await asyncio.to_thread(self._enhancements.start, wanted, _owner(caller), per_hour)
+        try:
+            while (progress := enhancement.progress()).state == "running":
+                if await request.is_disconnected():
+                    raise refused(400, "server.request_incomplete")
+                await asyncio.sleep(_POLL_SECONDS)
+        except BaseException:
+            enhancement.cancel()
+            raise
+        if progress.problem is None:
+            return EnhancedPrompt(prompt=progress.prompt, original_prompt=wanted.prompt)
+        # Programs with a key do not learn where the owner's servers are.
+        private = caller is not None and "address" in progress.problem.data
+        raise ApiError(502, Fact("enhancer.unavailable") if private else progress.problem)
+
+    def _to_enhance(self, values: Mapping[str, Any]) -> EnhancerRequest:
+        unknown = next((name for name in values if name not in PromptToEnhance.model_fields), None)
+        if unknown is not None:
+            raise InvalidRequestError(
+                unknown, "request.unknown_field", name=shortened(unknown), known=list(PromptToEnhance.model_fields)
+            )
+        from_image = values.get("from_image")
+        if not isinstance(from_image, bool | None):
+            raise InvalidRequestError("from_image", "server.api_not_a_switch")
+        spec = check_offered(self._key_of(values.get("model", self._settings.model)), self._models)
+        return EnhancerRequest.of(values.get("prompt", ""), spec, from_image=bool(from_image))
 
     def list(
         self,

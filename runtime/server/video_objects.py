@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.core.facts import Fact, as_text
 from runtime.core.plan import ExecutionPlan
+from runtime.core.request import MAX_PROMPT_CHARACTERS
 from runtime.queue.records import JobRecord, State
 from runtime.queue.storage import Retention
 from runtime.queue.views import Job
@@ -150,6 +151,22 @@ class ModelList(BaseModel):
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class PromptToEnhance(BaseModel):
+    """The body of `POST /v1/prompts/enhance`."""
+
+    prompt: str = Field(description="What the video shows.", max_length=MAX_PROMPT_CHARACTERS)
+    model: str | None = Field(default=None, description="The model that the prompt is for.")
+    from_image: bool = Field(default=False, description="Whether the video begins with an image.")
+
+
+class EnhancedPrompt(BaseModel):
+    """A prompt in more detail."""
+
+    object: Literal["prompt"] = "prompt"
+    prompt: str = Field(description="For `prompt` of `POST /v1/videos`.")
+    original_prompt: str = Field(description="As it was sent; for `original_prompt`, which is stored with the video.")
 
 
 def video_of(

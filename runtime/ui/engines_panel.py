@@ -46,6 +46,8 @@ from runtime.ui.panels import Call, Reply, drawn, unknown_action
 from runtime.ui.plan_panel import summarize
 from runtime.ui.plan_preview import PlanPreview, Preview, to_build
 
+# Kinds of tasks that other parts of the page show.
+_SHOWN_ELSEWHERE = frozenset({"decode", "enhance"})
 # Suffixes of engine files that can be imported, as text.
 FILE_KINDS = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
 _ENGINE_ID = re.compile(r"[0-9a-f]{16}")
@@ -114,7 +116,7 @@ class EnginesPanel:
         records = self._preview.library()
         preview, problem = self._previewed(call.form)
         # Those of the panel that decodes latents are shown there.
-        tasks = [task for task in self._worker.tasks() if task.kind != "decode"]
+        tasks = [task for task in self._worker.tasks() if task.kind not in _SHOWN_ELSEWHERE]
         return drawn(
             {
                 "components": lambda: _components_html(preview, problem, {task.titled for task in tasks if task.open}),

@@ -22,9 +22,11 @@ from runtime.core.request import (
     FINISHERS,
     NO_NAG,
     OFF,
+    PROMPT_SOURCES,
     GenerationRequest,
 )
 from runtime.core.request_fields import AUTO, Number, VideoFile
+from runtime.core.templates import is_template, literal
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
@@ -44,6 +46,8 @@ FROM_IMAGE = "image"
 _SIZED = ("image", "video", "control")
 # The field of requests without a control: what was typed as the prompt, if that is a template.
 TEMPLATE = "template"
+# What the user wrote, if an enhancer has made the prompt of it; a hidden control, and a line that enhance.js shows.
+ORIGINAL = "original_prompt"
 NAMES = (
     *(
         control
@@ -57,7 +61,7 @@ NAMES = (
 BASIC = tuple(
     name
     for name, declared in FIELDS.items()
-    if declared.group in {"prompt", "video", "more", "image"} and name != TEMPLATE
+    if declared.group in {"prompt", "video", "more", "image"} and name not in PROMPT_SOURCES
 )
 # Their controls.
 BASIC_NAMES = (*BASIC, SIZE_FROM)
@@ -103,11 +107,12 @@ class Form:
     others: dict[str, Any]
 
 
-def prompt_section(values: Mapping[str, Mapping[str, Any]]) -> Form:
+def prompt_section(values: Mapping[str, Mapping[str, Any]], no_enhancer: str | None = None) -> Form:
     """Create the prompt, the line on words that the model does not know, and the chips, which open `popovers`.
 
     Args:
         values: the properties of what depends on the model, see `model_values`.
+        no_enhancer: why prompts cannot be enhanced; empty if they can, `None` for a page without that.
     """
     prompt = gr.Textbox(
         label=FIELDS["prompt"].label,
@@ -118,8 +123,14 @@ def prompt_section(values: Mapping[str, Mapping[str, Any]]) -> Form:
         elem_id="field-prompt",
     )
     gr.HTML(render("unknown_words.html"), elem_id="unknown-words", apply_default_css=False)
-    gr.HTML(render("chips.html"), elem_id="chips", apply_default_css=False)
-    return Form({"prompt": prompt}, {})
+    controls = {"prompt": prompt}
+    if no_enhancer is not None:
+        gr.HTML(render("original_prompt.html"), elem_id="original-prompt", apply_default_css=False)
+        controls[ORIGINAL] = gr.Textbox(
+            "", visible="hidden", label=FIELDS[ORIGINAL].label, elem_id=f"stored-{ORIGINAL}"
+        )
+    gr.HTML(render("chips.html", no_enhancer=no_enhancer), elem_id="chips", apply_default_css=False)
+    return Form(controls, {})
 
 
 def popovers(
@@ -395,9 +406,14 @@ def _own_shift(spec: ModelSpec) -> str:
 
 
 def as_typed(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stored values, of a form or a request, with the template of a prompt as the prompt."""
+    """Return stored values, of a form or a request, with the template of a prompt as the prompt.
+
+    A prompt that was enhanced stands as it is, also if what was enhanced was made of a template.
+    """
     values = {name: value for name, value in stored.items() if name != TEMPLATE}
-    template = stored.get(TEMPLATE)
+    template, prompt = stored.get(TEMPLATE), stored.get("prompt")
+    if template and stored.get(ORIGINAL) and isinstance(prompt, str):
+        template = literal(prompt) if is_template(prompt) else prompt
     return values | ({"prompt": template} if isinstance(template, str) and template else {})
 
 
@@ -426,7 +442,7 @@ def filled(
         value = fields.shown(field, stored.get(field))
         if value is not None:
             values[field]["value"] = value
-        elif field == "prompt":
+        elif field in {"prompt", ORIGINAL}:
             values[field]["value"] = ""
     values |= _length(models[name], values)
     if str(stored.get("gpus")) in ("1", AUTO, *map(str, range(2, gpus + 1))):  # a number in requests
@@ -484,6 +500,8 @@ def read(values: Sequence[Any], models: dict[str, ModelSpec]) -> GenerationReque
     backends = {name: settings.pop(f"{fields.BACKEND}{name}") for name in COMPONENTS}
     request = {name: fields.read(name, value) for name, value in settings.items()}
     request["prompt"] = "" if request["prompt"] is None else request["prompt"]
+    if request[ORIGINAL] in ("", request["prompt"]):  # not enhanced, or undone
+        request[ORIGINAL] = None
     chosen = {name: backend for name, backend in backends.items() if name in {*spec.component_names, *FINISHERS}}
     request["backends"] = {name: backend for name, backend in chosen.items() if backend != AUTO}
     if "vae" in request["backends"] and VAE_ENCODER in chosen:
@@ -540,7 +558,7 @@ def read_settings(values: Sequence[Any], models: dict[str, ModelSpec]) -> Genera
     Raises:
         TandemError: for an invalid value, with its field.
     """
-    settings = by_name(values) | {"prompt": "none", "negative_prompt": None, "seed": ""}
+    settings = by_name(values) | {"prompt": "none", ORIGINAL: "", "negative_prompt": None, "seed": ""}
     return read([settings[name] for name in NAMES], models)
 
 

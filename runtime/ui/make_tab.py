@@ -49,6 +49,7 @@ def add_make(
     chosen: str,
     advanced: Callable[[Mapping[str, Mapping[str, Any]]], Form],
     extras: Mapping[str, Any] | None = None,
+    no_enhancer: str | None = None,
 ) -> Form:
     """Create form, picture and status, and connect them with the handlers.
 
@@ -56,12 +57,13 @@ def add_make(
         chosen: the model that is selected at start.
         advanced: creates the controls of the panel Advanced; it is given the properties of what depends on the model.
         extras: more outputs that depend on the model, by name; `handlers.others` has the names of all.
+        no_enhancer: see `form.prompt_section`.
     """
     panels, models = handlers.audience.panels, handlers.models
     values = handlers.model_values(models[chosen])
     with gr.Row(elem_id="columns"):
         with gr.Column(elem_id="compose"):
-            words = form.prompt_section(values)
+            words = form.prompt_section(values, no_enhancer)
             refused = gr.HTML(render("restored.html", refused=None, at=0), elem_id="refused", apply_default_css=False)
             with gr.Column(elem_id="bar"):
                 if panels:

@@ -21,6 +21,7 @@ from runtime.models.registry import finishing_models
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_video
 from runtime.planner.placement import usable_gpus
+from runtime.queue.enhancing import Enhancements
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTasks
 from runtime.server import image_uploads, latent_uploads
@@ -29,6 +30,7 @@ from runtime.ui import api, control_preview, exports, form, panels, theme
 from runtime.ui.cluster_panel import ClusterPanel
 from runtime.ui.decode_panel import DecodePanel
 from runtime.ui.engines_panel import FILE_KINDS, EnginesPanel, plan_problem
+from runtime.ui.enhancer_panel import EnhancerPanel
 from runtime.ui.form import LOCAL, SERVED
 from runtime.ui.formatting import page_text, paragraph, render
 from runtime.ui.history_panel import FILTERS, HistoryPanel
@@ -85,7 +87,16 @@ def build(
         form.preset_name(settings.backends),
         lambda: len(usable_gpus(preview.machine())),
     )
-    page = _blocks(handlers, settings, sharing, plan_problem(builds.machine()), clustered=head is not None)
+    enhancements = Enhancements(worker, settings)
+    no_enhancer = enhancements.problem()
+    page = _blocks(
+        handlers,
+        settings,
+        sharing,
+        plan_problem(builds.machine()),
+        "" if no_enhancer is None else paragraph(no_enhancer),
+        clustered=head is not None,
+    )
 
     def frame_decoders() -> list[ModelSpec]:
         return decoders(settings.weights_dir)
@@ -104,6 +115,7 @@ def build(
             "decode": DecodePanel(worker, models, frame_decoders, settings, opens_folders=opens_folders),
             "models": ModelsPanel(model_tasks, models, settings, preview, worker),
             "loras": LorasPanel(models, settings.weights_dir),
+            "enhancer": EnhancerPanel(enhancements, models),
             "settings": SettingsPanel(worker, engines.store, models, settings, sharing),
             **({} if head is None else {"cluster": ClusterPanel(head.view, worker, settings)}),
         }
@@ -124,12 +136,19 @@ def _audience(settings: Settings, *, opens_folders: bool) -> Audience:
 
 
 def _blocks(
-    handlers: Handlers, settings: Settings, sharing: Sharing | None, no_engines: Fact | None, *, clustered: bool
+    handlers: Handlers,
+    settings: Settings,
+    sharing: Sharing | None,
+    no_engines: Fact | None,
+    no_enhancer: str,
+    *,
+    clustered: bool,
 ) -> gr.Blocks:
     """Return the page with its tabs.
 
     Args:
         no_engines: why TensorRT's engines cannot run here.
+        no_enhancer: why prompts cannot be enhanced; empty if they can.
         clustered: whether there is a cluster.
     """
 
@@ -146,7 +165,7 @@ def _blocks(
             add_sharing_bar(page, sharing)
         with gr.Tabs(elem_id="tabs"):
             with gr.Tab("Make", id="make", elem_id="tab-make"):
-                created = add_make(page, handlers, settings.model, advanced)
+                created = add_make(page, handlers, settings.model, advanced, no_enhancer=no_enhancer)
             with gr.Tab("Queue", id="queue", elem_id="tab-queue"):
                 _panel("queue", max_variations=MAX_VARIATIONS, grid_fields=GRID_FIELDS, most_axes=MOST_AXES)
             with gr.Tab("History", id="history", elem_id="tab-history"):

@@ -22,7 +22,7 @@ ICON = ASSETS / "icon.svg"
 # In this order; the later ones use the first.
 _SCRIPTS = (
     "page.js", "form.js", "own_presets.js", "popovers.js", "stage.js", "group.js", "transport.js", "alerts.js",
-    "times.js", "panels.js", "prompts.js", "gallery.js", "queue.js", "images.js", "control.js", "mask.js",
+    "times.js", "panels.js", "prompts.js", "enhance.js", "gallery.js", "queue.js", "images.js", "control.js", "mask.js",
     "metadata.js", "restore.js", "export.js", "compare.js", "before.js", "menus.js", "models.js", "decode.js",
     "loras.js", "settings.js", "palette.js",
 )  # fmt: skip

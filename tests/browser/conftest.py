@@ -15,6 +15,7 @@ import pytest
 
 from runtime.queue.store import NAME, JobStore
 from tests.app_server import Server, make_cache, serving
+from tests.chat_models import save_chat_model
 from tests.families.esrgan.networks import COMPACT_CONFIG, save_safetensors
 from tests.models.hub import LoopbackHub, served
 
@@ -65,7 +66,8 @@ def hub() -> Iterator[LoopbackHub]:
 def server(tmp_path_factory: pytest.TempPathFactory, hub: LoopbackHub) -> Iterator[Server]:
     """Return the web app that all tests share."""
     cache = make_cache(tmp_path_factory.mktemp("browser"))
-    (cache / "settings.json").write_text(json.dumps({"hub": hub.address}), encoding="utf-8")
+    save_chat_model(cache / "weights" / "enhancers" / "chat")
+    (cache / "settings.json").write_text(json.dumps({"hub": hub.address, "enhancer": "chat"}), encoding="utf-8")
     save_safetensors(cache / "weights" / "upscalers" / "small.safetensors", COMPACT_CONFIG)
     with serving(cache) as running:
         yield running

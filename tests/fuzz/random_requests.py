@@ -39,6 +39,7 @@ FIELD_VALUES: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
         "a red boat",
         st.sampled_from(PROMPTS) | JSON,
     ),
+    "original_prompt": (None, st.none() | TEXT | JSON),
     "template": (None, st.none() | st.sampled_from(["a {red|blue} boat", "__x__"]) | JSON),
     "negative_prompt": (None, st.none() | TEXT | JSON),
     "model": ("tiny", st.sampled_from(["tiny", "none", "/etc", "../tiny", "diorama\0"]) | JSON),

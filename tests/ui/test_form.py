@@ -79,6 +79,7 @@ GOOD: dict[str, Any] = {
     "outpaint": "0, 0, 0, 0",
     "extend_frames": "",
     "join": "",
+    "original_prompt": "",
     "references": "",
     "control_scale": "1",
     "preprocess": "off",
@@ -114,11 +115,19 @@ def test_values_become_a_request(models: dict[str, ModelSpec]) -> None:
     plain = {name: value for name, value in GOOD.items() if name not in {*BACKENDS, "size_from"}}
     read_values = {"seed": AUTO, "seconds": AUTO, "gpus": 1, "loras": (), "shift": None, "crf": AUTO}
     read_values |= {"image": None, "last_image": None, "extend": None, "video": None}
-    read_values |= {"keyframes": (), "keyframe_seconds": ()}
+    read_values |= {"keyframes": (), "keyframe_seconds": (), "original_prompt": None}
     read_values |= dict.fromkeys(("control", "face", "background", "mask", "join"))
     read_values |= {"references": (), "control_scale": (1.0,), "outpaint": 0, "extend_frames": AUTO}
     assert request == GenerationRequest(**(plain | read_values))
     assert [read(models, gpus=given).gpus for given in ("2", "auto")] == [2, AUTO]
+
+
+def test_a_prompt_that_is_as_it_was_written_has_no_original(models: dict[str, ModelSpec]) -> None:
+    originals = {"": None, "a boat": "a boat", "a red boat": None}
+    assert {text: read(models, original_prompt=text).original_prompt for text in originals} == originals
+    with pytest.raises(InvalidRequestError) as refused:
+        read(models, original_prompt=7)
+    assert refused.value.field == "original_prompt"
 
 
 def test_backends_are_read_by_component(models: dict[str, ModelSpec]) -> None:

@@ -49,6 +49,19 @@ def test_a_template_is_restored_as_it_was_typed(models: dict[str, ModelSpec]) ->
         assert form.as_typed(GOOD | {"template": other}) == GOOD
 
 
+def test_an_enhanced_prompt_is_restored_with_what_was_written(models: dict[str, ModelSpec]) -> None:
+    made = GOOD | {"original_prompt": "a boat"}
+    for stored, prompt in (
+        (made, GOOD["prompt"]),
+        (made | {"template": "a {boat|kite}"}, GOOD["prompt"]),
+        (made | {"prompt": "__a__ {b|c}", "template": "\\__a\\__ \\{b|c\\}"}, "\\__a\\__ \\{b|c\\}"),
+    ):
+        filled = form.filled(form.as_typed(stored), models)
+        assert (filled["prompt"]["value"], filled["original_prompt"]["value"]) == (prompt, "a boat")
+    # Those of the form before are not kept.
+    assert form.filled(form.as_typed({**GOOD, "original_prompt": None}), models)["original_prompt"]["value"] == ""
+
+
 def test_a_request_without_a_model_is_for_the_first_one(models: dict[str, ModelSpec]) -> None:
     stored = {"prompt": "a red boat", "steps": 12}
     found, wrong = usable(stored, models)

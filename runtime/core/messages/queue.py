@@ -78,6 +78,12 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "queue.job_not_stored": Message("This video will not be in the list of jobs: {cause:advice}"),
     "queue.job_not_stored_yet": Message("This video is not in the list of jobs yet: {cause:advice}"),
+    "task.loading_enhancer": Message("Loading {model}."),
+    "task.enhancing": Message("Writing the prompt."),
+    "task.enhancement_waits": Message("Waits until the video or task that runs has ended."),
+    "task.enhanced": Message("The prompt is ready."),
+    "task.enhanced_prompt": Message("{prompt}"),
+    "task.enhance": Message("Enhance a prompt"),
     "queue.on_done_failed": Message(
         "The command '{program}' failed at the end of this video: {how}.", "The setting `on_done` names it."
     ),

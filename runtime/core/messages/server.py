@@ -104,6 +104,9 @@ MESSAGES: Mapping[str, Message] = {
         "These tags have no settings of ComfyUI, Wan2GP or FramePack-Studio.",
         "Send the texts of comment, prompt and workflow, or in json the text of a JSON file.",
     ),
+    "server.api_not_a_switch": Message(
+        "{field:setting} is neither true nor false.", "Give one of them, or leave it out."
+    ),
     "server.api_not_a_form": Message(
         "The body is not a valid form: {problem}.", "Send at most {fields} fields of text and {files} images."
     ),
