@@ -54,6 +54,7 @@
       if (reply.error) report(reply);
       // What was typed meanwhile stays.
       else if (reply.state === "done" && area().value === prompt) { tandem.apply({ original_prompt: prompt }); type(reply.prompt); }
+      else if (reply.state === "done") report({ message: "The prompt was changed meanwhile, and is not replaced. Enhance it again." });
     }
   };
   const stop = () => {

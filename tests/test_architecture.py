@@ -54,6 +54,7 @@ WITHOUT_TORCH = (
     "runtime.engines.builders.torch_tensorrt",
     "runtime.queue.recovery",
     "runtime.queue.job_queue",
+    "runtime.queue.enhancing",
     "runtime.queue.model_tasks",
     "runtime.server.serve",
     "runtime.bench.configurations",

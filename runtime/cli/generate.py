@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.cli import exit_codes, terminal
 from runtime.cli.conversion import read_output, read_path
-from runtime.cli.enhance import enhanced
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.cli.jobs import check_stored
 from runtime.cli.plan_and_doctor import clip_text, time_text
@@ -87,7 +86,7 @@ def generate(
     environment = _Environment.load()
     if enhances:
         _planned(environment, request, out)  # what is refused is refused before minutes of work
-        (request,) = enhanced([request], environment.settings, environment.machine)
+        (request,) = _enhanced(environment, [request])
     request, spec, plan = _planned(environment, request, out)
     terminal.line(clip_text(spec, plan))
     terminal.line(time_text(plan))
@@ -114,7 +113,7 @@ def generate_all(
     environment = _Environment.load()
     if enhances:
         _planned(environment, requests[0])
-        requests = enhanced(requests, environment.settings, environment.machine)
+        requests = _enhanced(environment, requests)
     planned = [_planned(environment, request) for request in requests]
     seconds = sum(plan.seconds["total"].likely for *_, plan in planned)
     terminal.line(f"{counted(len(planned), 'video')}, about {duration(seconds)} in all.")
@@ -134,6 +133,13 @@ def generate_all(
     for job in jobs:
         queue_missing_engines(store, job, by_job[job.id][1], by_job[job.id][0], environment.engines.store)
     return _run_all(environment, store, jobs, lambda work: by_job[work.record.id], as_json=as_json)
+
+
+def _enhanced(environment: _Environment, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
+    # It imports an HTTP client, which few videos need.
+    from runtime.cli.enhance import enhanced
+
+    return enhanced(requests, environment.settings, environment.machine)
 
 
 def _planned(

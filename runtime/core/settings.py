@@ -118,7 +118,11 @@ _INVALID: Mapping[str, str] = {
     "keep_bytes": "settings.not_a_count",
     "on_done": "settings.not_a_command",
     "enhancer": "settings.not_an_enhancer",
+    "enhancer_model": "settings.not_a_word",
+    "enhancer_key": "settings.not_a_word",
 }
+# Settings whose values can be secret: errors do not have them.
+_SECRET = frozenset({"auth", "enhancer", "enhancer_key"})
 
 
 class Settings(FrozenModel):
@@ -178,7 +182,10 @@ class Settings(FrozenModel):
     )
     enhancer: Text | None = None
     enhancer_model: Text | None = None
-    enhancer_key: Text | None = Field(default=None, repr=False)
+    # What a header can have.
+    enhancer_key: Annotated[str, StringConstraints(strip_whitespace=True, pattern=r"^[\x21-\x7e]+$")] | None = Field(
+        default=None, repr=False
+    )
     offline: str = ""
     hub: str = HUB
 
@@ -442,7 +449,7 @@ def _validated(cache_dir: Path, entries: Mapping[str, tuple[Any, str]]) -> Setti
         _INVALID.get(name, "settings.empty"),
         name=name.replace("_", " "),
         source=sources[name],
-        value=shortened(str(values[name])),
+        value="" if name in _SECRET else shortened(str(values[name])),
         most=most[0] if most else None,
         known=list(TENSORRT_PARTS),
     )

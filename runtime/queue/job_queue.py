@@ -561,12 +561,15 @@ def combined(
     """Return the request with each prompt and each seed, the seeds of one prompt in a row.
 
     Args:
-        prompts: empty ones are skipped; by default, the request's own, or its template.
+        prompts: empty ones are skipped; by default, the request's own, or its template. An enhanced prompt stays one.
         seeds: by default, the request's own.
 
     Raises:
         InvalidRequestError: for an invalid prompt or seed, or more than a thousand videos.
     """
-    texts = [prompt for prompt in prompts if prompt.strip()] or [request.template or request.prompt]
+    texts = [prompt for prompt in prompts if prompt.strip()]
+    if not texts and request.original_prompt is None:
+        texts = [request.template or request.prompt]
+    axes = [[{"prompt": text} for text in texts]] if texts else []
     chosen = list(seeds) or [request.seed]
-    return combinations(request, [[{"prompt": text} for text in texts], [{"seed": seed} for seed in chosen]])
+    return combinations(request, [*axes, [{"seed": seed} for seed in chosen]])

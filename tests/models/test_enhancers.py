@@ -90,7 +90,10 @@ def test_an_enhancer_that_is_not_there_is_refused_by_name(case: str, tmp_path: P
 def test_an_address_that_is_none_is_refused_without_its_text(address: str, tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as caught:
         named(tmp_path, enhancer=address)
-    assert caught.value.code == "settings.not_an_enhancer" and "word" not in str(caught.value)
+    assert caught.value.code == "settings.not_an_enhancer" and "word" not in str(caught.value.fact)
+    with pytest.raises(SettingsError) as caught:
+        named(tmp_path, enhancer_key="s\u00e9cret key")
+    assert caught.value.code == "settings.not_a_word" and "cret" not in str(caught.value.fact)
 
 
 def configured(file: str, **values: Any) -> Callable[[Path], None]:

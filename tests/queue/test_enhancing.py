@@ -12,7 +12,8 @@ from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.models.wildcards import with_prompt
 from runtime.queue.enhancing import Enhancement, Enhancements, EnhancerRequest, Progress, as_written, with_enhanced
-from runtime.queue.job_queue import JobQueue
+from runtime.queue.job_planning import continuation
+from runtime.queue.job_queue import JobQueue, combined
 from tests.chat_models import ANSWER, ChatServer, chat_server, save_chat_model
 from tests.queue.samples import add_job
 from tests.thread_queue import RunningQueue
@@ -66,6 +67,14 @@ def test_an_enhanced_prompt_stays_as_it_is() -> None:
         assert (plain.prompt, plain.template, plain.original_prompt) == ("A red boat sails.", template, of.prompt)
         odd = with_prompt(with_enhanced(of, "{a|b} __c__"), None)
         assert (odd.prompt, odd.original_prompt) == ("{a|b} __c__", of.prompt)
+    varied = combined(with_enhanced(request, "A red boat."), [], [1, 2])
+    assert [(one.seed, one.prompt, one.original_prompt) for one in varied] == [
+        (seed, "A red boat.", "a {red|red} boat") for seed in (1, 2)
+    ]
+    assert {one.original_prompt for one in combined(varied[0], ["a kite"], [1])} == {None}
+    longer = continuation(varied[0], Path("made.mp4"), {})
+    assert (longer.prompt, longer.original_prompt) == ("A red boat.", "a {red|red} boat")
+    assert continuation(varied[0], Path("made.mp4"), {"prompt": "a kite"}).original_prompt is None
     assert with_prompt(GenerationRequest(prompt=as_written("{a|b} __c__")), None).prompt == "{a|b} __c__"
 
 

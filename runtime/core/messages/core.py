@@ -196,6 +196,9 @@ MESSAGES: Mapping[str, Message] = {
         "{source} is {value}, not a command.",
         "Give a program and its arguments, and close each quote. No shell reads them, and on Windows no .bat or .cmd.",
     ),
+    "settings.not_a_word": Message(
+        "{source} is empty, or has characters that it cannot have.", "Give the {name} as it was given to you."
+    ),
     "settings.not_an_enhancer": Message(
         "{source} is not the address of a chat server.",
         "Give one such as http://127.0.0.1:11434/v1, without a user or a password, or the name or folder of a chat "
