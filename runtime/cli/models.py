@@ -52,7 +52,7 @@ from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
 from runtime.planner.history import History
 from runtime.planner.requirements import Needs, needs
-from runtime.planner.variants import ORIGINAL, Candidate, VariantOffer, offer
+from runtime.planner.variants import ORIGINAL, Candidate, VariantOffer, candidates, offer
 
 _LONGEST_SHOWN = 60
 # The variant that fits this machine, in `--variant`.
@@ -141,7 +141,7 @@ def _offer(spec: ModelSpec, machine: Machine, weights_dir: Path, history: Histor
     model = None if spec.is_downloaded else known_as(spec.name)
     if model is None or not model.variants:
         return None
-    return offer(model, machine, free_disk_bytes(weights_dir), history)
+    return offer(candidates(model, machine, history), free_disk_bytes(weights_dir))
 
 
 def _variant_lines(spec: ModelSpec, offered: VariantOffer | None) -> list[str]:
@@ -415,7 +415,7 @@ def _variant_folder(name: str, variant: str, loaded: settings.Settings) -> str:
     if variant == FITS:
         machine = probe()
         history = HistoryFile(loaded.cache_dir, machine).read()
-        offered = offer(model, machine, free_disk_bytes(loaded.weights_dir), history)
+        offered = offer(candidates(model, machine, history), free_disk_bytes(loaded.weights_dir))
         if offered.best is None:
             raise ModelError("variant.nothing_fits", model=model.title, cause=offered.reason, names=[ORIGINAL, *names])
         terminal.line(f"{_candidate(offered.best)}: {str(offered.reason).rstrip('.')}.")

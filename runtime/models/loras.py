@@ -21,6 +21,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
+from runtime.core.request import AUTO
 from runtime.core.untrusted_files import open_file, parse_json
 from runtime.models.lora_names import unsupported_kind
 from runtime.models.registry import ABSENT, LoraChange, LoraLayer, family_of
@@ -187,6 +188,23 @@ def variant_loras(spec: ModelSpec, weights_dir: Path) -> tuple[Lora, ...]:
         for path, _ in paths
     }
     return tuple(Lora(names[path], weight) for path, weight in paths)
+
+
+def stated(request: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return a request that states what a variant adds to it, for a machine that has its files without its folder.
+
+    Args:
+        request: fields of a `GenerationRequest`.
+        spec: the request's model, with its LoRAs.
+    """
+    if spec.variant is None:
+        return dict(request)
+    values: dict[str, Any] = {"loras": [vars(use.requested()) for use in spec.loras]}
+    if spec.variant.steps is not None and request.get("steps", AUTO) == AUTO:
+        values["steps"] = spec.variant.steps
+    if spec.noise.setting and request.get("shift") is None:
+        values["shift"] = spec.variant.flow_shift
+    return {**request, **values}
 
 
 def _with_factors(spec: ModelSpec, uses: Sequence[LoraUse]) -> ModelSpec:

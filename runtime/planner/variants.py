@@ -48,7 +48,7 @@ class Candidate:
     fit: Fit
     bytes: int
     is_exact: bool
-    has_space: bool
+    has_space: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
@@ -94,18 +94,19 @@ class VariantOffer:
         }
 
 
-def offer(model: KnownModel, machine: Machine, free_bytes: int, history: History = ()) -> VariantOffer:
-    """Return what a machine is offered of a model; see `candidates`."""
-    offered = candidates(model, machine, free_bytes, history)
+def offer(each: Sequence[Candidate], free_bytes: int) -> VariantOffer:
+    """Return what a machine is offered of a model.
+
+    Args:
+        each: from `candidates`.
+        free_bytes: on the disk of the models.
+    """
+    offered = tuple(replace(candidate, has_space=not is_disk_short(candidate.bytes, free_bytes)) for candidate in each)
     return VariantOffer(candidates=offered, best=best(offered))
 
 
-def candidates(model: KnownModel, machine: Machine, free_bytes: int, history: History = ()) -> tuple[Candidate, ...]:
-    """Return a model's original and its variants, the largest first.
-
-    Args:
-        free_bytes: on the disk of the models.
-    """
+def candidates(model: KnownModel, machine: Machine, history: History = ()) -> tuple[Candidate, ...]:
+    """Return a model's original and its variants, the largest first, for a disk with enough space."""
     original = model.spec(_NOWHERE)
     size, is_exact = download_bytes(original), published_bytes(original) > 0
     listed: list[tuple[str, Fact | str, ModelSpec, int, bool]] = [
@@ -115,15 +116,7 @@ def candidates(model: KnownModel, machine: Machine, free_bytes: int, history: Hi
         known = KnownVariant(model, variant)
         listed.append((variant.name, variant.title, variant_spec(known, _NOWHERE), *variant_bytes(known)))
     return tuple(
-        Candidate(
-            name=name,
-            title=title,
-            spec=spec,
-            fit=fit(spec, machine, history),
-            bytes=size,
-            is_exact=is_exact,
-            has_space=not is_disk_short(size, free_bytes),
-        )
+        Candidate(name=name, title=title, spec=spec, fit=fit(spec, machine, history), bytes=size, is_exact=is_exact)
         for name, title, spec, size, is_exact in listed
     )
 

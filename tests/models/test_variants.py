@@ -17,7 +17,7 @@ from runtime.models.catalogue import find, known_models, known_variant, stored_b
 from runtime.models.hub.client import Hub
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, delete_model, partial_bytes, source_of
 from runtime.models.hub.files import read_manifest, verify
-from runtime.models.loras import variant_loras, with_loras
+from runtime.models.loras import stated, variant_loras, with_loras
 from runtime.models.spec import ModelSpec
 from runtime.models.variants import DESCRIPTION, LORA_FOLDER
 from runtime.planner.resolve import PlanningContext, resolve
@@ -93,6 +93,9 @@ def test_a_variant_is_one_model_with_its_own_transformers_and_loras(hub: Loopbac
     weaker = Lora(stored[0].file, 0.5)
     again = with_loras(spec, (weaker,), tmp_path)
     assert {(use.file, use.weight) for use in again.loras} == {(stored[0].file, 0.5), (stored[1].file, 1.0)}
+    # A machine without the folder, such as a node of a cluster, is told all of it.
+    told = GenerationRequest.from_mapping(stated(request.model_dump(mode="json"), used))
+    assert (told.steps, told.shift, [lora.file for lora in told.loras]) == (4, 5.0, [lora.file for lora in stored])
     # A transformer's file by its path is the same model without the LoRAs.
     assert find(str(spec.location), tmp_path).variant is None
 

@@ -8,7 +8,7 @@ import pytest
 from runtime.machine.probe import Machine
 from runtime.models.catalogue import KnownVariant, known_as, known_models
 from runtime.models.registry import KnownModel
-from runtime.planner.variants import ORIGINAL, offer, variant_bytes, variant_spec
+from runtime.planner.variants import ORIGINAL, candidates, offer, variant_bytes, variant_spec
 from tests.planner.test_table import CPU_8, H200, here
 
 GIB = 1 << 30
@@ -24,7 +24,7 @@ def known(name: str) -> KnownModel:
 
 
 def chosen(name: str, machine: Machine, free: int = PLENTY) -> str:
-    best = offer(known(name), machine, free).best
+    best = offer(candidates(known(name), machine), free).best
     return "none" if best is None else best.name
 
 
@@ -47,7 +47,7 @@ def test_the_variant_for_each_card(name: str, variants: Sequence[str], without_g
 
 
 def test_a_fast_card_takes_the_original() -> None:
-    offered = offer(known("wan2.2-t2v-a14b"), H200, PLENTY)
+    offered = offer(candidates(known("wan2.2-t2v-a14b"), H200), PLENTY)
     assert [candidate.fit.kind for candidate in offered.candidates] == ["well"] * 3
     assert offered.best is not None and offered.best.name == ORIGINAL
     assert offered.reason.code == "variant.because"
@@ -58,16 +58,18 @@ def test_ram_and_disk_limit_the_choice(subtests: pytest.Subtests) -> None:
     with subtests.test("RAM"):
         card = here("card", (8, 9), 16, ram=24)
         assert (chosen(name, card), chosen(name, here("card", (8, 9), 12, ram=24))) == ("q4", "none")
-        assert offer(known(name), card, PLENTY).reason.code == "variant.because_smaller"
+        assert offer(candidates(known(name), card), PLENTY).reason.code == "variant.because_smaller"
     with subtests.test("disk"):
-        sizes = {candidate.name: candidate.bytes for candidate in offer(known(name), H200, PLENTY).candidates}
+        sizes = {
+            candidate.name: candidate.bytes for candidate in offer(candidates(known(name), H200), PLENTY).candidates
+        }
         assert sizes["q4"] < sizes["fp8"] < sizes[ORIGINAL]
         for free, variant, code in (
             (sizes[ORIGINAL], "fp8", "variant.because_of_space"),
             (sizes["fp8"], "q4", "variant.because_of_space"),
             (sizes["q4"], "none", "variant.no_space"),
         ):
-            offered = offer(known(name), H200, free)
+            offered = offer(candidates(known(name), H200), free)
             assert (chosen(name, H200, free), offered.reason.code) == (variant, code)
 
 
@@ -77,7 +79,7 @@ def test_the_reason_if_the_original_runs_as_well() -> None:
         (32, [False, True], "variant.because_whole"),
         (80, [True, True], "variant.because"),
     ):
-        offered = offer(known("wan2.1-i2v-14b-720p"), here("card", (8, 9), gib, ram=64), PLENTY)
+        offered = offer(candidates(known("wan2.1-i2v-14b-720p"), here("card", (8, 9), gib, ram=64)), PLENTY)
         assert [candidate.fit.kind for candidate in offered.candidates] == ["slow", "slow"]
         assert [candidate.fit.whole for candidate in offered.candidates] == whole
         assert offered.reason.code == code
