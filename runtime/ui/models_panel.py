@@ -395,7 +395,9 @@ class ModelsPanel:
         transfer = self._transfer(task, begun)
         variants = self._variants(spec) if not begun and (task is None or not task.open) else {}
         if variants.get("best") is not None:
-            transfer["actions"] = ()
+            transfer["actions"], problem = (), ""
+        else:
+            problem = _advice(short)
         return _Card(
             key=spec.name,
             title=spec.title,
@@ -407,7 +409,7 @@ class ModelsPanel:
                 *_clip(spec, fit),
                 ("Minimum", _smallest_card(spec.name)),
             ],
-            problem=_advice(short),
+            problem=problem,
             strong=fit.kind == "well" and short is None,
             confirm=f"Download {spec.title}? License: {spec.license}. Size: {size_text}.{_clause(short)}",
             **transfer,
