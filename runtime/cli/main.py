@@ -439,11 +439,19 @@ def models_download(
             help="Leave out the weights of transformers: for transformers in single files.",
         ),
     ] = False,
+    variant: Annotated[
+        OptionalText,
+        typer.Option(
+            metavar="NAME",
+            help="A variant with smaller transformers: fits (the one for this machine), original, or a name of "
+            "`models show`. [default: original]",
+        ),
+    ] = None,
 ) -> Outcome:
     """Download a model, or its missing and damaged files; resumes an earlier download."""
     from runtime.cli.models import download
 
-    return download(name, revision, mirror, agreed=yes, without_transformers=without_transformers)
+    return download(name, revision, mirror, agreed=yes, without_transformers=without_transformers, variant=variant)
 
 
 @_command(models_app, "verify")

@@ -30,6 +30,7 @@ from runtime.core.request import (
 from runtime.models.sections import SamplingType, Sections, Segments
 from runtime.models.stored_weights import WeightFiles
 from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
+from runtime.models.variants import InstalledVariant
 
 _FLOAT32 = 4
 # Of a small model's weights in float32.
@@ -514,6 +515,7 @@ class ModelSpec:
         unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
+        variant: what a variant's folder states of it; `None` for other models.
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         sound: what it makes with the frames; `None` if its videos are silent.
@@ -600,6 +602,7 @@ class ModelSpec:
     version: int = 1
     refinement: RefinementSpec | None = None
     stages: int = 1
+    variant: InstalledVariant | None = None
 
     def weight_paths(self, component: str) -> list[Path]:
         """Return the files with a component's weights."""
@@ -655,6 +658,21 @@ class ModelSpec:
             return self
         used = (use for number, use in enumerate(self.loras) if number in active or not use.has_range)
         return replace(self, loras=tuple(use.in_all_steps() for use in used))
+
+    def distilled_for(self, steps: int) -> "ModelSpec":
+        """Return the model with so many steps without guidance as its defaults.
+
+        A guidance scale that is an input of the transformer stays.
+        """
+        defaults = replace(
+            self.defaults,
+            steps=steps,
+            guidance_scale=self.defaults.guidance_scale if self.embedded_guidance else 1.0,
+            guidance_scale_2=None if self.defaults.guidance_scale_2 is None else 1.0,
+            image_guidance_scale=None,
+            image_guidance_scale_2=None,
+        )
+        return replace(self, defaults=defaults)
 
     def for_text(self) -> "ModelSpec":
         """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""

@@ -144,7 +144,8 @@ class ModelTasks:
         check_online(self._settings)
         source, model = source_of(name, None), known_as(name)
         maker = published_preprocessor(source.folder) if source.preprocessor else None
-        title = model.title if model else maker.title if maker else source.repository
+        known = source.variant or model or maker
+        title = known.title if known else source.repository
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:
