@@ -83,6 +83,7 @@ def test_a_download_is_confirmed_paused_resumed_and_removed(
 def test_one_click_gets_a_variant_that_is_used_with_its_lora(
     open_page: OpenPage, server: Server, hub: LoopbackHub, tmp_path: Path
 ) -> None:
+    hub.faults.clear()
     publish(hub, server.cache_dir / "weights" / MODEL, tmp_path)
     page = open_page()
     go(page)
@@ -106,7 +107,9 @@ def test_one_click_gets_a_variant_that_is_used_with_its_lora(
     request = json.loads(page.request.get(f"{server.url}v1/models/{VARIANT}").text())
     assert (request["steps"], request["variant"]["name"], len(request["variant"]["loras"])) == (4, "fp8", 2)
     go(page)
+    page.wait_for_selector(f"{card} .tag:text('Selected')")
     page.click(f"{card} summary")
+    page.wait_for_selector(f"{card} details[open]")
     page.click(f"{card} [data-action=delete]")
     page.click("dialog[open] .strong")
     page.wait_for_selector(card, state="detached")
