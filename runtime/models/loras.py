@@ -159,8 +159,8 @@ def loras_dir(weights_dir: Path) -> Path:
 def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> ModelSpec:
     """Return a model with LoRAs, validated and checked against its architecture.
 
-    A LoRA from step distillation sets the model's defaults, see `ModelSpec.distilled_for`. Those of a variant come
-    first, unless the same files are requested.
+    A LoRA from step distillation sets the model's defaults, see `ModelSpec.distilled_for`, and may set its noise levels
+    unless another one was distilled otherwise. Those of a variant come first, unless the same files are requested.
 
     Raises:
         ModelError: if a LoRA is missing, damaged or for another model.
@@ -170,8 +170,12 @@ def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> Mod
     always = [lora for lora in variant_loras(spec, weights_dir) if lora.file not in requested]
     uses = tuple(_use(spec, lora, weights_dir) for lora in (*always, *loras))
     spec = _with_factors(spec, uses)
-    steps = [use.steps for use in uses if use.steps is not None]
-    return replace(spec.distilled_for(max(steps)) if steps else spec, loras=uses)
+    spec = replace(spec, loras=uses)
+    distilled = [use for use in uses if use.steps is not None]
+    if not distilled:
+        return spec
+    levels, *others = {family_of(spec.family).distilled_levels(use.path) for use in distilled}
+    return spec.distilled_for(max(use.steps or 0 for use in distilled), () if others else levels)
 
 
 def variant_loras(spec: ModelSpec, weights_dir: Path) -> tuple[Lora, ...]:

@@ -399,6 +399,10 @@ class Family(Protocol):
         """Return the shift with which a LoRA was distilled, by its file's or folder's name, if known."""
         return None
 
+    def distilled_levels(self, lora: Path) -> tuple[float, ...]:
+        """Return the noise levels of a LoRA whose steps each add new noise, by its name; empty for others."""
+        return ()
+
 
 def family_of(name: str) -> Family:
     """Return a family's torch-free part by `ModelSpec.family`."""

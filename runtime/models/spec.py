@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from runtime.core.facts import Fact
 from runtime.core.images import NO_BORDERS, BoxMask, ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
 from runtime.core.preprocessors import PreprocessorUse
@@ -29,7 +30,7 @@ from runtime.core.request import (
 )
 from runtime.models.sections import SamplingType, Sections, Segments
 from runtime.models.stored_weights import WeightFiles
-from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
+from runtime.models.timesteps import RENEWING_SCHEDULER, UNKNOWN_LEVELS, NoiseLevels
 from runtime.models.variants import InstalledVariant
 
 _FLOAT32 = 4
@@ -659,10 +660,13 @@ class ModelSpec:
         used = (use for number, use in enumerate(self.loras) if number in active or not use.has_range)
         return replace(self, loras=tuple(use.in_all_steps() for use in used))
 
-    def distilled_for(self, steps: int) -> "ModelSpec":
+    def distilled_for(self, steps: int, levels: tuple[float, ...] = ()) -> "ModelSpec":
         """Return the model with so many steps without guidance as its defaults.
 
         A guidance scale that is an input of the transformer stays.
+
+        Args:
+            levels: of the noise before each step, which adds new noise; empty if the model's scheduler is used.
         """
         defaults = replace(
             self.defaults,
@@ -672,7 +676,16 @@ class ModelSpec:
             image_guidance_scale=None,
             image_guidance_scale_2=None,
         )
-        return replace(self, defaults=defaults)
+        if not levels:
+            return replace(self, defaults=defaults)
+        noise = NoiseLevels(
+            fixed=Fact("scheduler.levels_of_lora"),
+            spread="linear",
+            training_steps=self.noise.training_steps,
+            levels=levels,
+            renewed=True,
+        )
+        return replace(self, defaults=defaults, noise=noise, scheduler=RENEWING_SCHEDULER)
 
     def for_text(self) -> "ModelSpec":
         """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""

@@ -481,6 +481,7 @@ _SCHEDULER: Mapping[str, Message] = {
     "scheduler.no_shift": Message("It has no shift."),
     "scheduler.shift_by_size": Message("Its shift follows from the size and length of the video."),
     "scheduler.fixed_levels": Message("The model was distilled for fixed noise levels."),
+    "scheduler.levels_of_lora": Message("Its LoRA was distilled for fixed noise levels."),
     "scheduler.other_spacing": Message("The option {option} determines its timesteps."),
     "scheduler.no_flow_matching": Message("It is not configured for flow matching (prediction_type, use_flow_sigmas)."),
     "scheduler.shift_fixed": Message(
