@@ -141,7 +141,8 @@ def reason(chosen: Candidate | None, offered: Sequence[Candidate]) -> Fact:
         runs = next((candidate for candidate in offered if candidate.fit.runs), None)
         if runs is not None:  # so the disk is too small for all that run
             return Fact("variant.no_space", {"needed": min(each.bytes for each in offered if each.fit.runs)})
-        return offered[-1].fit.verdict
+        smallest = offered[-1]
+        return Fact("variant.smallest", {"title": smallest.title, "verdict": smallest.fit.verdict})
     if chosen is original:
         return Fact("variant.because", {"verdict": original.fit.verdict})
     if not original.has_space and original.fit.runs:

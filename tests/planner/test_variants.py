@@ -56,8 +56,10 @@ def test_a_fast_card_takes_the_original() -> None:
 def test_ram_and_disk_limit_the_choice(subtests: pytest.Subtests) -> None:
     name = "wan2.2-t2v-a14b"
     with subtests.test("RAM"):
-        card = here("card", (8, 9), 16, ram=24)
-        assert (chosen(name, card), chosen(name, here("card", (8, 9), 12, ram=24))) == ("q4", "none")
+        card, smaller = (here("card", (8, 9), gib, ram=24) for gib in (16, 12))
+        assert (chosen(name, card), chosen(name, smaller)) == ("q4", "none")
+        none = offer(candidates(known(name), smaller), PLENTY).reason
+        assert (none.code, none.data["title"]) == ("variant.smallest", "GGUF Q4_K_M, 4 steps")
         assert offer(candidates(known(name), card), PLENTY).reason.code == "variant.because_smaller"
     with subtests.test("disk"):
         sizes = {

@@ -268,6 +268,7 @@ _REFUSALS: Mapping[str, Message] = {
     ),
     "variant.because_less": Message("{verdict}. It needs less memory and disk space than the original weights"),
     "variant.because_of_space": Message("{verdict}. The original weights need {needed:bytes} of disk space"),
+    "variant.smallest": Message("Its smallest variant, {title}: {verdict:clause}"),
     "variant.no_space": Message("The disk is too small: {needed:bytes} are needed"),
     "fit.well": Message("Runs well here", badge="runs well, {seconds:about}"),
     "fit.slow": Message("Runs slowly: {seconds:about} for a clip", badge="runs slowly, {seconds:about}"),
