@@ -149,6 +149,11 @@ def test_the_page_of_cards_is_up_to_date() -> None:
     assert docs_tables.with_cards(page) == page, "run python -m tools.docs_tables"
 
 
+def test_the_table_of_variants_is_that_of_the_catalogue() -> None:
+    page = docs_tables.MODELS.read_text(encoding="utf-8")
+    assert docs_tables.with_variants(page) == page, "run python -m tools.docs_tables"
+
+
 def test_every_command_is_documented() -> None:
     text = docs_tables.COMMANDS.read_text(encoding="utf-8")
     for command in app.registered_commands:

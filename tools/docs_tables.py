@@ -4,20 +4,26 @@ They are the options of commands, what runs on which GPU, and the lines that are
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from runtime.cli.flags import PRESET_HELP, PRESETS, metavar
 from runtime.core.request import FIELDS
 from runtime.core.request_fields import Choice
+from runtime.core.units import byte_size
+from runtime.models.catalogue import KnownVariant, known_models
+from runtime.models.variants import PublishedFile
+from runtime.planner.variants import variant_bytes
 from tools import card_fits
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 CARDS = ROOT / "docs" / "cards.md"
+MODELS = ROOT / "docs" / "models.md"
 COMMANDS = ROOT / "docs" / "commands.md"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 _OPTIONS = re.compile(r"(?<=<!-- options -->\n).*?(?=<!-- end of options -->)", re.DOTALL)
+_VARIANTS = re.compile(r"(?<=<!-- variants -->\n).*?(?=<!-- end of variants -->)", re.DOTALL)
 _CARD_TABLES = {"by card": card_fits.by_card, "by machine": card_fits.by_machine, "readme": card_fits.for_readme}
 _CARDS = re.compile(r"(<!-- cards (?P<name>[a-z ]+) -->\n).*?(<!-- end of cards -->)", re.DOTALL)
 # | part (`path`, `path`) | lines | reason |
@@ -44,6 +50,29 @@ def with_options(page: str) -> str:
 def with_cards(page: str) -> str:
     """Return the text of a page with the tables of what runs on which GPU as the planner forecasts it now."""
     return _CARDS.sub(lambda found: f"{found[1]}\n{_CARD_TABLES[found['name']]()}\n{found[3]}", page)
+
+
+def with_variants(page: str) -> str:
+    """Return the text of docs/models.md with the table of variants in the catalogue."""
+    rows = [("model", "variant", "download", "transformers", "LoRA"), ("---", "---", "---:", "---", "---")]
+    for model in known_models():
+        for variant in model.variants:
+            size, is_exact = variant_bytes(KnownVariant(model, variant))
+            files = _names(list(variant.transformers.values()))
+            loras = _names([lora.file for lora in variant.loras])
+            name = f"`{variant.name}`: {variant.title}"
+            size_text = byte_size(size) if is_exact else f"at most {byte_size(size)}"
+            rows.append((f"`{model.name}`", name, size_text, files, loras or "–"))
+    lines = ["| " + " | ".join(row) + " |\n" for row in rows]
+    return _VARIANTS.sub(lambda _: "\n" + "".join(lines) + "\n", page)
+
+
+def _names(files: Sequence[PublishedFile]) -> str:
+    """Return the repository and the names of files, of which all are in one."""
+    repositories = {file.repository for file in files}
+    assert len(repositories) <= 1, "a row of the table has room for one repository"
+    names = ", ".join(f"`{file.name}`" for file in files)
+    return "".join(f"`{repository}`: {names}" for repository in repositories)
 
 
 def hand_written(page: str) -> dict[str, tuple[int, int]]:
@@ -81,6 +110,7 @@ if __name__ == "__main__":
         (COMMANDS, with_options),
         (ARCHITECTURE, with_lines),
         (CARDS, with_cards),
+        (MODELS, with_variants),
         (README, with_cards),
     ):
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

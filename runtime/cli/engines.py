@@ -23,8 +23,8 @@ from runtime.core.settings import Settings
 from runtime.core.units import UNITS, byte_size
 from runtime.engines.service import EngineService
 from runtime.machine.probe import probe
-from runtime.models.catalogue import check_makes_videos, decoders, find, folders
-from runtime.models.registry import finishing_models, read_spec
+from runtime.models.catalogue import check_makes_videos, decoders, find, folders, read_model
+from runtime.models.registry import finishing_models
 from runtime.models.requested import model_for
 from runtime.models.spec import FRAME_BATCH, ModelSpec
 from runtime.pipeline.build_engines import (
@@ -350,7 +350,7 @@ def _models() -> list[ModelSpec]:
     specs = []
     for name, folder in folders(settings.load().weights_dir).items():
         try:
-            specs.append(read_spec(folder, name))
+            specs.append(read_model(folder, name))
         except TandemError:  # reported by `models list`
             continue
     weights_dir = settings.load().weights_dir

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from runtime.cli import exit_codes, terminal
 from runtime.cli.conversion import read_output, read_path
@@ -196,8 +196,10 @@ def _run_all(
     as_json: bool,
 ) -> int:
     """Run jobs of a batch that wait, until one is cancelled; write its contact sheet, and return the exit code."""
-    batch, code, saved = jobs[0].batch, exit_codes.DONE, list[dict[str, Any]]()
+    batch, code, saved = jobs[0].batch, exit_codes.DONE, dict[str, VideoSaved]()
     hint = "" if store.temporary else f" To continue: `{program()} jobs resume {jobs[0].id} --all`"
+    on_done = environment.settings.on_done
+    command = DoneCommand(store, on_done) if on_done else None
     with Instance(store.path) as instance, _Loaded(environment) as loaded:
         for number, job in enumerate(jobs, 1):
             terminal.line(f"Video {number} of {len(jobs)}: {cut(job.prompt, _PROMPT_SHOWN)}")
@@ -210,16 +212,19 @@ def _run_all(
             ended = _report_end(outcome, components, hint, job_id=job.id, as_json=False)
             code = code or ended
             if isinstance(outcome, VideoSaved):
-                saved.append(outcome.result_json() | {"job": job.id})
+                saved[job.id] = outcome
             if ended == exit_codes.CANCELLED:
                 break
+        # While the job store knows this process: the warnings are stored, too.
+        saved |= _with_warnings(saved, command)
     sheet = None if batch is None or not saved else write_sheet(store, batch, environment.settings.outputs_dir)
     if sheet is not None:
         terminal.result_path(sheet.picture)
         terminal.result_path(sheet.page)
     if as_json:
         files = {"sheet": sheet and str(sheet.picture), "page": sheet and str(sheet.page)}
-        exit_codes.emit_json({"batch": batch, "videos": saved, **files, "code": code})
+        videos = [end.result_json() | {"job": job_id} for job_id, end in saved.items()]
+        exit_codes.emit_json({"batch": batch, "videos": videos, **files, "code": code})
     return code
 
 
@@ -337,8 +342,12 @@ def _run(
     as_json: bool,
 ) -> int:
     hint = _resume_hint(record, store)
+    on_done = environment.settings.on_done
+    command = DoneCommand(store, on_done) if on_done else None
     with _Loaded(environment) as loaded:
         outcome, components = _make(environment, store, record, plan, loaded, hint)
+        warned = _with_warnings({record.id: outcome} if isinstance(outcome, VideoSaved) else {}, command)
+        outcome = warned.get(record.id, outcome)
     return _report_end(outcome, components, hint, job_id=record.id, as_json=as_json)
 
 
@@ -391,8 +400,6 @@ def _make(
         if isinstance(event, Warned | FellBack) or (isinstance(event, OutOfMemory) and event.retried):
             terminal.warning(render(event.fact, Words(components)).what)
 
-    on_done = environment.settings.on_done
-    command = DoneCommand(store, on_done) if on_done else None
     executor = VideoExecutor(plan, loaded.residency, environment.history)
     with (
         cancel_on_signals(hint) as cancel,
@@ -404,11 +411,15 @@ def _make(
     if isinstance(run.outcome, VideoSaved) and environment.settings.outputs_dir not in run.outcome.video.parents:
         for video in filter(None, (run.outcome.video, run.outcome.plain)):
             give_usual_permissions(video)
-    end = run.outcome
-    for failure in () if command is None else command.wait():
+    return run.outcome, components
+
+
+def _with_warnings(saved: Mapping[str, VideoSaved], command: DoneCommand | None) -> dict[str, VideoSaved]:
+    """Wait for the owner's commands, print why some have failed, and return the videos with these warnings by job."""
+    failures = {} if command is None else command.wait()
+    for failure in failures.values():
         terminal.warning(str(failure))
-        end = end.with_warning(failure) if isinstance(end, VideoSaved) else end
-    return end, components
+    return {job: end.with_warning(failures[job]) if job in failures else end for job, end in saved.items()}
 
 
 def _resume_hint(job: JobRecord, store: JobStore) -> str:

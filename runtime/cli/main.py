@@ -460,11 +460,27 @@ def models_download(
     enhancer: Annotated[
         bool, typer.Option("--enhancer", help="OWNER/REPOSITORY is a chat model that enhances prompts.")
     ] = False,
+    variant: Annotated[
+        OptionalText,
+        typer.Option(
+            metavar="NAME",
+            help="A variant with smaller transformers: fits (the one for this machine), original, or a name of "
+            "`models show`. [default: original]",
+        ),
+    ] = None,
 ) -> Outcome:
     """Download a model, or its missing and damaged files; resumes an earlier download."""
     from runtime.cli.models import download
 
-    return download(name, revision, mirror, agreed=yes, without_transformers=without_transformers, enhancer=enhancer)
+    return download(
+        name,
+        revision,
+        mirror,
+        agreed=yes,
+        without_transformers=without_transformers,
+        enhancer=enhancer,
+        variant=variant,
+    )
 
 
 @_command(models_app, "verify")

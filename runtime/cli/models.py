@@ -9,12 +9,12 @@ from runtime.cli import terminal
 from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.environment import program, quoted
-from runtime.core.errors import InvalidRequestError, TandemError
+from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.facts import Fact, cut, render, short
 from runtime.core.request import UPSCALER
 from runtime.core.units import byte_size
 from runtime.families.esrgan.upscalers import upscalers
-from runtime.machine.probe import probe
+from runtime.machine.probe import Machine, free_disk_bytes, probe
 from runtime.models.catalogue import (
     decoders,
     download_bytes,
@@ -22,12 +22,14 @@ from runtime.models.catalogue import (
     folders,
     from_file,
     is_part,
+    known_as,
+    known_variant,
     look_up,
-    named,
     not_downloaded,
     published,
     published_bytes,
     published_name,
+    read_model,
     stored_bytes,
     transformer_files,
 )
@@ -46,13 +48,17 @@ from runtime.models.hub.download import (
 from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
 from runtime.models.preprocessors import PUBLISHED, PublishedPreprocessor, folder_of_preprocessor
-from runtime.models.registry import family_of, read_spec
+from runtime.models.registry import family_of
 from runtime.models.single_file import expert_of
 from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
 from runtime.pipeline.history_file import HistoryFile
+from runtime.planner.history import History
 from runtime.planner.requirements import Needs, needs
+from runtime.planner.variants import ORIGINAL, Candidate, VariantOffer, candidates, offer
 
 _LONGEST_SHOWN = 60
+# The variant that fits this machine, in `--variant`.
+FITS = "fits"
 
 
 def show_models() -> dict[str, Any]:
@@ -66,7 +72,7 @@ def show_models() -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     for name, folder in folders(loaded.weights_dir).items():
         try:
-            specs.append(named(read_spec(folder, name)))
+            specs.append(read_model(folder, name))
         except TandemError as error:
             listed.append({"name": name, "folder": str(folder), "here": True, "problem": error.what})
             terminal.result(f"{name}: {error.what} {error.remedy}")
@@ -82,25 +88,26 @@ def show_models() -> dict[str, Any]:
             terminal.result(f"{name}: {error.what} {error.remedy}")
     all_needs = [(spec, needs(spec, machine, history)) for spec in (*specs, *not_downloaded(loaded.weights_dir))]
     for spec, need in sorted(all_needs, key=lambda pair: _place(*pair)):
-        listed.append(_model(spec, need))
-        rows.append(_summary_row(spec, need))
+        offered = _offer(spec, machine, loaded.weights_dir, history)
+        listed.append(_model(spec, need, offered))
+        rows.append(_summary_row(spec, need, offered))
     frame_decoders = decoders(loaded.weights_dir)
     for spec in frame_decoders:
-        rows.append((spec.name, spec.title, byte_size(stored_bytes(spec)), "yes", "", "decodes latents"))
+        rows.append((spec.name, spec.title, byte_size(stored_bytes(spec)), "yes", "", "decodes latents", ""))
     enlarging = upscalers(loaded.weights_dir)
     for spec in enlarging:
         size = byte_size(_upscaler(spec)["bytes"])
-        rows.append((spec.name, spec.title, size, "yes", "", f"upscales {spec.vae.scale_factor_spatial} times"))
+        rows.append((spec.name, spec.title, size, "yes", "", f"upscales {spec.vae.scale_factor_spatial} times", ""))
     makers = [_preprocessor(model, loaded.weights_dir) for model in PUBLISHED]
     for maker in makers:
         installed = "yes" if maker["here"] else "no"
         about = f"makes control frames: {maker['kind']}"
-        rows.append((maker["name"], maker["title"], byte_size(maker["bytes"]), installed, "", about))
+        rows.append((maker["name"], maker["title"], byte_size(maker["bytes"]), installed, "", about, ""))
     enhancers = [_enhancer(model, loaded.weights_dir) for model in ENHANCERS]
     for chat in enhancers:
         installed = "yes" if chat["here"] else "no"
-        rows.append((chat["name"], chat["title"], byte_size(chat["bytes"]), installed, "", "enhances prompts"))
-    terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine"), rows)
+        rows.append((chat["name"], chat["title"], byte_size(chat["bytes"]), installed, "", "enhances prompts", ""))
+    terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine", "Variant for it"), rows)
     terminal.line(f"Details of a model: `{program()} models show NAME`.")
     return {
         "models": listed,
@@ -124,10 +131,11 @@ def show_model(name: str) -> dict[str, Any]:
         title = f"{spec.name}: {spec.title}, {spec.license}, {spec.total_parameters / 1e6:,.1f} M parameters"
         terminal.result(f"{title}, {byte_size(stored_bytes(spec))}, decodes latents")
         return _decoder(spec)
-    need = needs(spec, machine, HistoryFile(loaded.cache_dir, machine).read())
-    for line in describe(spec, need):
+    history = HistoryFile(loaded.cache_dir, machine).read()
+    need, offered = needs(spec, machine, history), _offer(spec, machine, loaded.weights_dir, history)
+    for line in (*describe(spec, need), *_variant_lines(spec, offered)):
         terminal.result(line)
-    return _model(spec, need)
+    return _model(spec, need, offered)
 
 
 def _place(spec: ModelSpec, need: Needs) -> tuple[bool, int, int]:
@@ -135,7 +143,39 @@ def _place(spec: ModelSpec, need: Needs) -> tuple[bool, int, int]:
     return (not spec.is_downloaded, need.fit.rank, spec.total_parameters)
 
 
-def _summary_row(spec: ModelSpec, need: Needs) -> tuple[str, ...]:
+def _offer(spec: ModelSpec, machine: Machine, weights_dir: Path, history: History) -> VariantOffer | None:
+    """Return the variants of a published model that is not installed; `None` if it has none."""
+    model = None if spec.is_downloaded else known_as(spec.name)
+    if model is None or not model.variants:
+        return None
+    return offer(candidates(model, machine, history), free_disk_bytes(weights_dir))
+
+
+def _variant_lines(spec: ModelSpec, offered: VariantOffer | None) -> list[str]:
+    """Return lines on the LoRAs of a variant, or on the variants of a model that is not installed."""
+    if spec.variant is not None:
+        loras = ", ".join(f"{lora.file} (strength {lora.weight:g})" for lora in spec.variant.loras)
+        return [f"    variant {spec.variant.name} of {spec.variant.model}, always with {loras or 'no LoRA'}"]
+    if offered is None:
+        return []
+    best = offered.best
+    first = "none" if best is None else f"{_candidate(best)}: `{program()} models download {spec.name} --variant fits`"
+    others = "; ".join(map(_candidate, offered.others))
+    return [
+        f"    variant for this machine: {first}",
+        f"    {str(offered.reason).rstrip('.')}.",
+        f"    other variants: {others}",
+    ]
+
+
+def _candidate(candidate: Candidate) -> str:
+    """Return the name of a variant with its format and size."""
+    size = byte_size(candidate.bytes) if candidate.is_exact else f"at most {byte_size(candidate.bytes)}"
+    title = str(candidate.title).rstrip(".")
+    return f"{candidate.name} ({title[:1].lower() + title[1:] if candidate.name == ORIGINAL else title}, {size})"
+
+
+def _summary_row(spec: ModelSpec, need: Needs, offered: VariantOffer | None) -> tuple[str, ...]:
     """Return a model's row of the table."""
     installed = "yes" if spec.is_downloaded else "no"
     if _begun(spec):
@@ -143,7 +183,10 @@ def _summary_row(spec: ModelSpec, need: Needs) -> tuple[str, ...]:
     least = f"{need.least.gib} GB" if need.least else "none"
     if need.runs_well_without_gpu:
         least = "not needed"
-    return (spec.name, spec.title, _size(spec), installed, least, short(need.fit.verdict))
+    best = "" if offered is None else "none" if offered.best is None else offered.best.name
+    if offered is not None and offered.best is not None:
+        best += f", {byte_size(offered.best.bytes)}"
+    return (spec.name, spec.title, _size(spec), installed, least, short(need.fit.verdict), best)
 
 
 def _decoder(spec: ModelSpec) -> dict[str, Any]:
@@ -197,7 +240,7 @@ def _upscaler(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
+def _model(spec: ModelSpec, need: Needs, offered: VariantOffer | None) -> dict[str, Any]:
     model = published(spec)
     return {
         "name": spec.name,
@@ -220,6 +263,8 @@ def _model(spec: ModelSpec, need: Needs) -> dict[str, Any]:
         "defaults": vars(spec.defaults)
         | {"flow_shift": spec.flow_shift, "published_flow_shift": model.flow_shift if model else None},
         "needs": need.to_json(),
+        "variant": None if spec.variant is None else spec.variant.model_dump(mode="json"),
+        **({} if offered is None else offered.to_json()),
     }
 
 
@@ -327,6 +372,7 @@ def download(
     agreed: bool,
     without_transformers: bool = False,
     enhancer: bool = False,
+    variant: str | None = None,
 ) -> dict[str, Any]:
     """Download a model after showing its license and asking for consent.
 
@@ -334,6 +380,7 @@ def download(
         agreed: skips the question.
         without_transformers: leaves their weights out, for models whose transformers are in single files.
         enhancer: whether a repository is that of a chat model.
+        variant: name of a variant of the model, `ORIGINAL`, or `FITS` for the one that fits this machine.
 
     Raises:
         TandemError: if the model is not available, the disk is too small, or downloads are disabled.
@@ -343,6 +390,11 @@ def download(
     hub = hub_of(loaded, mirror)
     if revision is not None and not (revision.strip() and revision.isprintable()):
         raise InvalidRequestError("revision", "cli.revision_unreadable")
+    if variant is not None:
+        for option, conflicts in (("--without-transformers", without_transformers), ("--revision", revision)):
+            if conflicts:
+                raise InvalidRequestError("variant", "variant.excludes", option=option)
+        name = _variant_folder(name, variant, loaded)
     line = _Line()
     source = source_of(name, revision, enhancer=enhancer)
     source = replace(source, without_transformers=without_transformers and source.makes_videos)
@@ -369,6 +421,35 @@ def download(
         "fetched_bytes": plan.fetched_bytes,
         "files": [file.path for file in listing.files],
     }
+
+
+def _variant_folder(name: str, variant: str, loaded: settings.Settings) -> str:
+    """Return the name under which a variant of a model is downloaded.
+
+    Raises:
+        InvalidRequestError: if the model has no such variant.
+        ModelError: if none fits this machine.
+    """
+    model = known_as(name)
+    names = [] if model is None else [known.name for known in model.variants]
+    if model is None or not names:
+        raise InvalidRequestError("variant", "variant.none", model=name)
+    if variant == FITS:
+        machine = probe()
+        history = HistoryFile(loaded.cache_dir, machine).read()
+        offered = offer(candidates(model, machine, history), free_disk_bytes(loaded.weights_dir))
+        if offered.best is None:
+            raise ModelError("variant.nothing_fits", model=model.title, cause=offered.reason, names=[ORIGINAL, *names])
+        terminal.line(f"{_candidate(offered.best)}: {str(offered.reason).rstrip('.')}.")
+        variant = offered.best.name
+    if variant == ORIGINAL:
+        return model.name
+    chosen = next((known for known in model.variants if known.name == variant), None)
+    if chosen is None:
+        raise InvalidRequestError(
+            "variant", "variant.unknown", model=model.title, name=variant[:40], names=[FITS, ORIGINAL, *names]
+        )
+    return model.variant_folder(chosen)
 
 
 def verify(names: Sequence[str]) -> dict[str, Any]:
@@ -422,7 +503,8 @@ def _print_verified(verification: Verification) -> None:
         return
     for difference in verification.differences.values():
         terminal.result(f"{name}: {render(difference).what}")
-    again = f"`{program()} models download {quoted(verification.manifest.repository)}`"
+    repository = name if known_variant(name) is not None else verification.manifest.repository
+    again = f"`{program()} models download {quoted(repository)}`"
     terminal.warning(f"{len(verification.differences)} of {count} files are wrong. Download them again: {again}")
 
 

@@ -7,7 +7,9 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
 
 from runtime.core.disk_caches import bytes_in
 from runtime.core.errors import ModelError, OutputError, TandemError
@@ -19,6 +21,7 @@ from runtime.models.registry import FAMILIES, KnownModel, family_of, is_componen
 from runtime.models.single_file import LORAS, UPSCALERS, assemble
 from runtime.models.spec import ModelSpec, folder_of, is_transformer
 from runtime.models.stored_weights import WeightFiles
+from runtime.models.variants import DESCRIPTION, InstalledVariant, Variant
 
 EMBEDDED = Path(__file__).parent / "embedded"
 _BYTES_PER_WEIGHT = 4
@@ -221,16 +224,16 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
     """
     installed = folders(weights_dir)
     if name in installed:
-        return _read(installed[name], name)
+        return read_model(installed[name], name)
     decoders = decoder_folders(weights_dir)
     if name in decoders:
         return read_spec(decoders[name], name)
     directory = Path(name).expanduser()
     if directory.is_dir():
-        return _read(directory.resolve(), directory.resolve().name)
+        return read_model(directory.resolve(), directory.resolve().name)
     for installed_name, folder in installed.items():
         if installed_name.lower() == name.lower():
-            return _read(folder, installed_name)
+            return read_model(folder, installed_name)
     files = transformer_files(weights_dir)
     path = next((path for file_name, path in files.items() if file_name.lower() == name.lower()), weights_dir / name)
     if directory.is_file() or path.is_file():
@@ -239,7 +242,10 @@ def look_up(name: str, weights_dir: Path) -> ModelSpec:
     published_model = known_as(name)
     if published_model is not None:
         folder_name = _name_of(published_model, installed)
-        return _read(installed[folder_name], folder_name) if folder_name else published_model.spec(weights_dir)
+        return read_model(installed[folder_name], folder_name) if folder_name else published_model.spec(weights_dir)
+    variant = known_variant(name)
+    if variant is not None:
+        raise ModelError("variant.not_downloaded", name=variant.folder, title=variant.title)
     if directory.name == name:
         names = [*installed, *files, *(model.name for model in not_downloaded(weights_dir))]
         raise ModelError("model.unknown", name=name, names=names)
@@ -297,7 +303,7 @@ def unusable(weights_dir: Path, usable: Collection[str]) -> dict[str, TandemErro
         of_files = not any(folder.glob("*/*.json")) and bool(single_file.weight_files_in(folder))
         if not name.startswith(".") and name not in {*_OTHERS, *usable} and folder.is_dir() and not of_files:
             try:
-                read_spec(folder, name)
+                read_model(folder, name)
             except TandemError as error:
                 errors[name] = error
     for name, path in transformer_files(weights_dir).items() if weights_dir.is_dir() else ():
@@ -372,8 +378,11 @@ def named(spec: ModelSpec) -> ModelSpec:
 
 
 def stored_bytes(spec: ModelSpec) -> int:
-    """Return the size of an installed model: of its single files if it has some, else of its folder."""
-    if not spec.single_files:
+    """Return the size of an installed model: of its single files if it has some, else of its folder.
+
+    A variant has its single files in its folder.
+    """
+    if not spec.single_files or spec.variant is not None:
         return bytes_in(spec.directory)
     sizes = 0
     for path in set(spec.single_files.values()):
@@ -393,8 +402,65 @@ def download_bytes(spec: ModelSpec) -> int:
     return published_bytes(spec) or _BYTES_PER_WEIGHT * spec.total_parameters
 
 
-def _read(folder: Path, name: str) -> ModelSpec:
-    return named(read_spec(folder, name))
+def read_model(folder: Path, name: str) -> ModelSpec:
+    """Return the model in a folder: in diffusers' format, or a variant as it is downloaded.
+
+    Raises:
+        ModelError: if it is incomplete or damaged; see `registry.read_spec`.
+    """
+    variant = read_variant(folder)
+    if variant is None:
+        return named(read_spec(folder, name))
+    spec = from_file(folder / variant.transformer, folder.parent)
+    if spec.directory != folder or not spec.is_downloaded:
+        raise ModelError("variant.incomplete", model=name)
+    if variant.steps is not None:
+        spec = spec.distilled_for(variant.steps)
+    return replace(spec, name=name, title=variant.title, license=variant.license, variant=variant)
+
+
+def read_variant(folder: Path) -> InstalledVariant | None:
+    """Return the description of the variant in a folder; `None` if it holds none.
+
+    Raises:
+        ModelError: if the description is damaged.
+    """
+    path = folder / DESCRIPTION
+    if not path.exists():
+        return None
+    try:
+        return InstalledVariant.model_validate(read_config(path))
+    except ValidationError as error:
+        raise ModelError("variant.damaged", model=folder.name, file=path) from error
+
+
+class KnownVariant(NamedTuple):
+    """A variant of a published model."""
+
+    model: KnownModel
+    variant: Variant
+
+    @property
+    def folder(self) -> str:
+        """The name of its folder, by which requests name it."""
+        return self.model.variant_folder(self.variant)
+
+    @property
+    def title(self) -> str:
+        """Model, format and steps, for people."""
+        return self.description.title
+
+    @property
+    def description(self) -> InstalledVariant:
+        """What its folder states of it."""
+        model = self.model
+        return InstalledVariant.of(self.variant, model=model.name, title=model.title, license_name=model.license)
+
+
+def known_variant(name: str) -> KnownVariant | None:
+    """Return the variant of a published model by the name of its folder, in upper or lower case."""
+    known = (KnownVariant(model, variant) for model in known_models() for variant in model.variants)
+    return next((variant for variant in known if variant.folder == name.strip().lower()), None)
 
 
 def _name_of(model: KnownModel, installed: dict[str, Path]) -> str:

@@ -16,6 +16,7 @@ underscores.
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from runtime.core.loras import BOTH, Expert
@@ -69,7 +70,7 @@ _UNSUPPORTED = {
 _STEPS = re.compile(r"(?<!\d)(\d{1,2})[\s_-]?steps?(?![a-z])", re.IGNORECASE)
 _MAX_DISTILLED_STEPS = 16
 
-Number = TypeVar("Number", int, float)
+Value = TypeVar("Value", int, float, tuple[float, ...])
 # diffusers' name of a module by its name in files, or its names if one layer in files is several in diffusers.
 Names = Mapping[str, str | tuple[str, ...]]
 
@@ -168,10 +169,12 @@ class DistilledLoras(NamedTuple):
         authors: patterns in the names of such LoRAs, in the order they are searched, with the number of steps of those
             that do not state it.
         shifts: patterns, with the shift of the distillation.
+        levels: patterns of those whose steps have given noise levels and each add new noise, with the levels.
     """
 
     authors: Mapping[re.Pattern[str], int]
     shifts: Mapping[re.Pattern[str], float]
+    levels: Mapping[re.Pattern[str], tuple[float, ...]] = MappingProxyType({})
 
     def steps(self, lora: Path) -> int | None:
         """Return for how many steps a LoRA was distilled; `None` if it was not."""
@@ -186,6 +189,10 @@ class DistilledLoras(NamedTuple):
         """Return the shift with which a LoRA was distilled, if its name identifies its author."""
         return _first(self.shifts, lora.stem) or _first(self.shifts, lora.parent.name)
 
+    def noise_levels(self, lora: Path) -> tuple[float, ...]:
+        """Return the noise levels of a LoRA whose steps each add new noise; empty for others."""
+        return _first(self.levels, lora.stem) or _first(self.levels, lora.parent.name) or ()
 
-def _first(values: Mapping[re.Pattern[str], Number], text: str) -> Number | None:
+
+def _first(values: Mapping[re.Pattern[str], Value], text: str) -> Value | None:
     return next((value for pattern, value in values.items() if pattern.search(text)), None)

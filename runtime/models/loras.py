@@ -21,12 +21,14 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 
 from runtime.core.errors import InvalidRequestError, ModelError, TandemError
 from runtime.core.loras import BOTH, SUFFIX, Expert, Lora, LoraUse
+from runtime.core.request import AUTO
 from runtime.core.untrusted_files import open_file, parse_json
 from runtime.models.lora_names import unsupported_kind
 from runtime.models.registry import ABSENT, LoraChange, LoraLayer, family_of
 from runtime.models.single_file import LORAS
 from runtime.models.spec import ModelSpec
 from runtime.models.tensor_files import Header, read_header
+from runtime.models.variants import LORA_FOLDER
 
 # How files of two-expert LoRAs are named.
 _EXPERT_NAMES: Mapping[str, Expert] = {
@@ -157,30 +159,56 @@ def loras_dir(weights_dir: Path) -> Path:
 def with_loras(spec: ModelSpec, loras: Sequence[Lora], weights_dir: Path) -> ModelSpec:
     """Return a model with LoRAs, validated and checked against its architecture.
 
-    A LoRA from step distillation sets the model's defaults: its number of steps, and no guidance. A guidance scale that
-    is an input of the transformer stays.
+    A LoRA from step distillation sets the model's defaults, see `ModelSpec.distilled_for`, and may set its noise levels
+    unless another one was distilled otherwise. Those of a variant come first, unless the same files are requested.
 
     Raises:
         ModelError: if a LoRA is missing, damaged or for another model.
         InvalidRequestError: if a LoRA is for an expert that the model does not have.
     """
-    uses = tuple(_use(spec, lora, weights_dir) for lora in loras)
+    requested = {lora.file for lora in loras}
+    always = [lora for lora in variant_loras(spec, weights_dir) if lora.file not in requested]
+    uses = tuple(_use(spec, lora, weights_dir) for lora in (*always, *loras))
     spec = _with_factors(spec, uses)
-    steps = [use.steps for use in uses if use.steps is not None]
-    if not steps:
-        return replace(spec, loras=uses)
-    defaults = spec.defaults
-    first = defaults.guidance_scale if spec.embedded_guidance else 1.0
-    second = None if defaults.guidance_scale_2 is None else 1.0
-    distilled = replace(
-        defaults,
-        steps=max(steps),
-        guidance_scale=first,
-        guidance_scale_2=second,
-        image_guidance_scale=None,
-        image_guidance_scale_2=None,
-    )
-    return replace(spec, loras=uses, defaults=distilled)
+    spec = replace(spec, loras=uses)
+    distilled = [use for use in uses if use.steps is not None]
+    if not distilled:
+        return spec
+    levels, *others = {family_of(spec.family).distilled_levels(use.path) for use in distilled}
+    return spec.distilled_for(max(use.steps or 0 for use in distilled), () if others else levels)
+
+
+def variant_loras(spec: ModelSpec, weights_dir: Path) -> tuple[Lora, ...]:
+    """Return the LoRAs that a variant is always used with; none for other models.
+
+    Those of a folder in the weights folder have names, `FOLDER/loras/FILE` without suffix, others paths.
+    """
+    if spec.variant is None:
+        return ()
+    folder, is_listed = spec.directory / LORA_FOLDER, spec.directory.parent == weights_dir
+    paths = [(folder / lora.file, lora.weight) for lora in spec.variant.loras]
+    names = {
+        path: path.relative_to(weights_dir).as_posix().removesuffix(SUFFIX) if is_listed else str(path)
+        for path, _ in paths
+    }
+    return tuple(Lora(names[path], weight) for path, weight in paths)
+
+
+def stated(request: Mapping[str, Any], spec: ModelSpec) -> dict[str, Any]:
+    """Return a request that states what a variant adds to it, for a machine that has its files without its folder.
+
+    Args:
+        request: fields of a `GenerationRequest`.
+        spec: the request's model, with its LoRAs.
+    """
+    if spec.variant is None:
+        return dict(request)
+    values: dict[str, Any] = {"loras": [vars(use.requested()) for use in spec.loras]}
+    if spec.variant.steps is not None and request.get("steps", AUTO) == AUTO:
+        values["steps"] = spec.variant.steps
+    if spec.noise.setting and request.get("shift") is None:
+        values["shift"] = spec.variant.flow_shift
+    return {**request, **values}
 
 
 def _with_factors(spec: ModelSpec, uses: Sequence[LoraUse]) -> ModelSpec:
@@ -298,7 +326,7 @@ def _peft_config(path: Path) -> bytes:
 
 
 def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
-    path = _path(lora, loras_dir(weights_dir))
+    path = _path(lora, weights_dir)
     expert = lora.expert
     if expert == BOTH:
         expert = _expert_of(path)
@@ -319,10 +347,16 @@ def _use(spec: ModelSpec, lora: Lora, weights_dir: Path) -> LoraUse:
     )
 
 
-def _path(lora: Lora, folder: Path) -> Path:
-    for candidate in (folder / lora.file, folder / f"{lora.file}{SUFFIX}"):
-        if candidate.suffix == SUFFIX and _is_file(candidate) and _inside(candidate, folder):
-            return candidate.resolve()
+def _path(lora: Lora, weights_dir: Path) -> Path:
+    folder = loras_dir(weights_dir)
+    places = [(folder, lora.file)]
+    match lora.file.split("/"):
+        case [variant, within, name] if within == LORA_FOLDER and lora.is_name:
+            places.append((weights_dir / variant / LORA_FOLDER, name))
+    for place, name in places:
+        for candidate in (place / name, place / f"{name}{SUFFIX}"):
+            if candidate.suffix == SUFFIX and _is_file(candidate) and _inside(candidate, place):
+                return candidate.resolve()
     if lora.is_name:
         raise ModelError("lora.unknown", lora=lora.file, folder=folder)
     path = Path(lora.file)

@@ -13,7 +13,7 @@ To add one, write the folder and add its entry to `FAMILIES`. Both modules are i
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module, resources
 from importlib.metadata import version
@@ -36,6 +36,7 @@ from runtime.models.prompt_guides import PromptGuide
 from runtime.models.spec import ModelSpec, folder_of, is_text_encoder, is_transformer
 from runtime.models.stored_weights import FileTensor, WeightFiles, file_tensors, stored_weights
 from runtime.models.timesteps import NO_FLOW_MATCHING, WITH_SHIFT
+from runtime.models.variants import Variant
 from runtime.upstream.diffusers import scheduler_names
 
 
@@ -116,11 +117,13 @@ class Part:
     Attributes:
         folders: of the repository, which become the model's.
         at_root: the component whose files are at the repository's root; empty if there is none.
+        files: single files of the repository by their place in the model's folder, instead of folders.
     """
 
     repository: str
     folders: tuple[str, ...] = ()
     at_root: str = ""
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def place(self, path: str) -> str:
         """Return where a file of the repository is in the model's folder; empty if the model does not have it."""
@@ -161,6 +164,7 @@ class KnownModel(FrozenModel):
         sizes: (width, height) that it was trained for, if not all of its family's.
         mag_ratios: see `ModelSpec`.
         flow_shift: in the authors' own code; the request, or the model folder, decides what runs.
+        variants: with transformers in smaller files, the largest first.
     """
 
     name: str
@@ -179,6 +183,7 @@ class KnownModel(FrozenModel):
     sizes: tuple[tuple[int, int], ...] = ()
     flow_shift: float
     mag_ratios: Mapping[str, tuple[float, ...]] = {}
+    variants: tuple[Variant, ...] = ()
 
     @property
     def configs(self) -> dict[str, Mapping[str, Any]]:
@@ -225,6 +230,10 @@ class KnownModel(FrozenModel):
     def spec(self, weights_dir: Path) -> ModelSpec:
         """Return its spec, as if its folder were in `weights_dir`."""
         return family_of(self.family).known_spec(self, weights_dir)
+
+    def variant_folder(self, variant: Variant) -> str:
+        """Return the name of a variant's folder, which is the variant's name in `--model`."""
+        return f"{self.name}-{variant.name}"
 
     def describes(self, spec: ModelSpec) -> bool:
         """Whether a model of that architecture may be this one."""
@@ -396,6 +405,10 @@ class Family(Protocol):
         """Return the shift with which a LoRA was distilled, by its file's or folder's name, if known."""
         return None
 
+    def distilled_levels(self, lora: Path) -> tuple[float, ...]:
+        """Return the noise levels of a LoRA whose steps each add new noise, by its name; empty for others."""
+        return ()
+
 
 def family_of(name: str) -> Family:
     """Return a family's torch-free part by `ModelSpec.family`."""
@@ -433,8 +446,8 @@ def components_of(name: str) -> Any:
 def published_models(family: str) -> list[KnownModel]:
     """Read a family's `published.json`; without the file, no model is published.
 
-    It has the `sources` of its values, `components` by a name in this file, and `models`. Those have the fields of
-    `KnownModel`, with the names of their components, and those of `common`.
+    It has the `sources` of its values, `components` and `files` by a name in this file, and `models`. Those have the
+    fields of `KnownModel`, with the names of their components and of their variants' files, and those of `common`.
     """
     file = resources.files(FAMILIES[family].package) / "published.json"
     if not file.is_file():
@@ -444,6 +457,10 @@ def published_models(family: str) -> list[KnownModel]:
     for model in models:
         names = model["components"]
         model["components"] = {part: content["components"][name] for part, name in names.items()}
+        for variant in model.get("variants", ()):
+            files = content["files"]
+            variant["transformers"] = {part: files[name] for part, name in variant["transformers"].items()}
+            variant["loras"] = [{**lora, "file": files[lora["file"]]} for lora in variant.get("loras", ())]
     return list(map(KnownModel.model_validate, models))
 
 

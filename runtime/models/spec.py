@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field
 
+from runtime.core.facts import Fact
 from runtime.core.images import NO_BORDERS, BoxMask, ImageUse, InputFile, VideoUse
 from runtime.core.loras import BOTH, LoraUse
 from runtime.core.preprocessors import PreprocessorUse
@@ -29,7 +30,8 @@ from runtime.core.request import (
 )
 from runtime.models.sections import SamplingType, Sections, Segments
 from runtime.models.stored_weights import WeightFiles
-from runtime.models.timesteps import UNKNOWN_LEVELS, NoiseLevels
+from runtime.models.timesteps import RENEWING_SCHEDULER, UNKNOWN_LEVELS, NoiseLevels
+from runtime.models.variants import InstalledVariant
 
 _FLOAT32 = 4
 # Of a small model's weights in float32.
@@ -514,6 +516,7 @@ class ModelSpec:
         unquantized: layers outside the transformers' blocks that keep their precision when the blocks are quantized;
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
+        variant: what a variant's folder states of it; `None` for other models.
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         sound: what it makes with the frames; `None` if its videos are silent.
@@ -600,6 +603,7 @@ class ModelSpec:
     version: int = 1
     refinement: RefinementSpec | None = None
     stages: int = 1
+    variant: InstalledVariant | None = None
 
     def weight_paths(self, component: str) -> list[Path]:
         """Return the files with a component's weights."""
@@ -655,6 +659,33 @@ class ModelSpec:
             return self
         used = (use for number, use in enumerate(self.loras) if number in active or not use.has_range)
         return replace(self, loras=tuple(use.in_all_steps() for use in used))
+
+    def distilled_for(self, steps: int, levels: tuple[float, ...] = ()) -> "ModelSpec":
+        """Return the model with so many steps without guidance as its defaults.
+
+        A guidance scale that is an input of the transformer stays.
+
+        Args:
+            levels: of the noise before each step, which adds new noise; empty if the model's scheduler is used.
+        """
+        defaults = replace(
+            self.defaults,
+            steps=steps,
+            guidance_scale=self.defaults.guidance_scale if self.embedded_guidance else 1.0,
+            guidance_scale_2=None if self.defaults.guidance_scale_2 is None else 1.0,
+            image_guidance_scale=None,
+            image_guidance_scale_2=None,
+        )
+        if not levels:
+            return replace(self, defaults=defaults)
+        noise = NoiseLevels(
+            fixed=Fact("scheduler.levels_of_lora"),
+            spread="linear",
+            training_steps=self.noise.training_steps,
+            levels=levels,
+            renewed=True,
+        )
+        return replace(self, defaults=defaults, noise=noise, scheduler=RENEWING_SCHEDULER)
 
     def for_text(self) -> "ModelSpec":
         """Return the model as a video from text alone needs it; one with a control branch encodes a gray video."""

@@ -25,6 +25,8 @@ _FLOW_MATCH: Mapping[str, Spread | None] = {
     "FlowMatchHeunDiscreteScheduler": None,
     "FlowMatchLCMScheduler": None,
 }
+# Adds new noise with its option `stochastic_sampling`.
+RENEWING_SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 WITH_SHIFT = frozenset({*_FLOW, *_FLOW_MATCH})
 # With these options, the spacing follows other rules.
 _OTHER_RULES = ("use_karras_sigmas", "use_lu_lambdas", "use_exponential_sigmas", "use_beta_sigmas")
@@ -71,6 +73,8 @@ class NoiseLevels:
         training_steps: number of training timesteps.
         by_size: how the shift follows from the size of the clip; `None` if it does not.
         levels: sigmas of a model that was distilled for these, without the 0 at the end; empty for others.
+        renewed: whether a step adds new noise to its estimate of the clean latents, instead of going on with the noise
+            that was there, as in consistency models (https://arxiv.org/abs/2303.01469, algorithm 1).
         least_steps: 2 if the first and the last sigma are fixed (`shift_terminal`): diffusers returns NaN for one step.
     """
 
@@ -81,6 +85,7 @@ class NoiseLevels:
     training_steps: int = 1000
     by_size: ShiftBySize | None = None
     levels: tuple[float, ...] = ()
+    renewed: bool = False
     least_steps: int = 1
 
     def timesteps(self, steps: int, shift: float | None = None) -> list[float] | None:

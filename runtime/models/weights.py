@@ -344,7 +344,10 @@ def load_scheduler(spec: ModelSpec, shift: float | None = None) -> Any:
     if shift is not None:
         assert spec.noise.setting is not None, "the planner refuses a shift otherwise"
         changed[spec.noise.setting] = shift
-    config = read_config(spec.directory / "scheduler" / "scheduler_config.json") | changed
+    if spec.noise.renewed:
+        config: dict[str, Any] = {"num_train_timesteps": spec.noise.training_steps, "stochastic_sampling": True}
+    else:
+        config = read_config(spec.directory / "scheduler" / "scheduler_config.json") | changed
     try:
         if config.get("use_beta_sigmas"):
             use_scipy(scheduler_class)

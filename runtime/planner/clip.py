@@ -398,8 +398,14 @@ def check_shift(request: GenerationRequest, spec: ModelSpec) -> None:
 
 
 def shift_override(request: GenerationRequest, spec: ModelSpec) -> float | None:
-    """Return the requested shift; `None` if the model's own applies."""
-    return None if request.shift == spec.noise.shift else request.shift
+    """Return the requested shift, or that of a variant's LoRAs; `None` if the model's own applies."""
+    shift = _variant_shift(spec) if request.shift is None else request.shift
+    return None if shift == spec.noise.shift else shift
+
+
+def _variant_shift(spec: ModelSpec) -> float | None:
+    """Return the shift of a variant, if its scheduler has one."""
+    return spec.variant.flow_shift if spec.variant is not None and spec.noise.setting else None
 
 
 def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
@@ -407,6 +413,8 @@ def shift_reason(shift: float | None, spec: ModelSpec) -> Fact | None:
     if shift is None:
         return None
     model = published(spec)
+    if shift == _variant_shift(spec):
+        return Fact("planner.shift_of_variant", {"shift": shift})
     alternatives = [Fact("planner.shift_of_scheduler", {"shift": spec.noise.shift})] if spec.is_downloaded else []
     if model is not None and model.flow_shift not in {shift, spec.noise.shift}:
         alternatives.append(Fact("planner.shift_published", {"shift": model.flow_shift}))

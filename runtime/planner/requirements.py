@@ -29,6 +29,8 @@ _NOWHERE = Path("none.mp4")
 # A model runs well if its default clip takes at most this long: people try a prompt, watch the clip and change the
 # prompt, and a quarter of an hour leaves them four tries an hour. Slower models are for clips that run unattended.
 WELL_SECONDS = 15 * 60.0
+# Strategies that move components whole, if at all.
+_WHOLE = frozenset({"none", "model"})
 # The classes of `Fit`, best first.
 FIT_KINDS = ("well", "slow", "too_large", "unsupported")
 
@@ -108,6 +110,7 @@ class Fit:
         detail: the memory strategy; if it is too large, the most frames that fit, if any; if unsupported, the reason.
         peak_bytes: in the memory `where` components run, of `free_bytes`; 0 if it does not run.
         seconds: of the clip, without loading; `None` if it does not run.
+        whole: whether memory takes a transformer whole; otherwise its blocks or layers are copied to the GPU in turn.
     """
 
     kind: Literal["well", "slow", "too_large", "unsupported"]
@@ -117,6 +120,7 @@ class Fit:
     free_bytes: int = 0
     where: str = ""
     seconds: Seconds | None = None
+    whole: bool = False
 
     @property
     def runs(self) -> bool:
@@ -170,6 +174,7 @@ def fit(spec: ModelSpec, machine: Machine, history: History = (), offers: Offers
         free_bytes=plan.free_bytes,
         where="video memory" if plan.components["transformer"].device.startswith("cuda") else "memory",
         seconds=seconds,
+        whole=plan.strategy.offload in _WHOLE,
     )
 
 

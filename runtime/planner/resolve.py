@@ -359,7 +359,8 @@ class _Placed:
 
 def _resolved(request: GenerationRequest, spec: ModelSpec, context: PlanningContext) -> ExecutionPlan:
     assert spec.stages == int(request.stages), "a spec in another number of stages: see `models.requested`"
-    assert len(request.loras) == len(spec.loras), "a spec without its request's LoRAs: see `models.requested`"
+    own_loras = 0 if spec.variant is None else len(spec.variant.loras)
+    assert 0 <= len(spec.loras) - len(request.loras) <= own_loras, "a spec without its LoRAs: see `models.requested`"
     assert len(request.references) == len(spec.references), "a spec without its request's reference images"
     assert len(request.keyframes) == len(spec.keyframes), "a spec without its request's keyframes"
     for field in ("image", "last_image", "extend", "join", "video", *CONTROL_VIDEOS):

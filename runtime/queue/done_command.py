@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runtime.core.errors import StoreError
@@ -45,11 +45,11 @@ class DoneCommand:
         self._limit_seconds = limit_seconds
         self._places = threading.BoundedSemaphore(_AT_ONCE)
         self._threads: list[threading.Thread] = []
-        self._failures: list[Fact] = []
+        self._failures: dict[str, Fact] = {}
         store.log.on_end = self._start
 
-    def wait(self) -> Sequence[Fact]:
-        """Wait for the commands that run; return why some have failed."""
+    def wait(self) -> Mapping[str, Fact]:
+        """Wait for the commands that run; return by job id why some have failed."""
         for thread in self._threads:
             thread.join()
         return self._failures
@@ -72,7 +72,7 @@ class DoneCommand:
                 failure = self._run(job, end)
             if failure is not None:
                 logger.warning("job %s: %s", job_id, failure)
-                self._failures.append(failure)
+                self._failures[job_id] = failure
                 self._store.add_warning(job_id, failure, job.lease)
         except StoreError as error:  # the job was deleted, or the store cannot be used
             logger.warning("job %s: the command at its end: %s", job_id, error)

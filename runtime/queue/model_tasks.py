@@ -144,8 +144,9 @@ class ModelTasks:
     def _from_hub(self, kind: Literal["download", "look"], name: str) -> ModelTask:
         check_online(self._settings)
         source = source_of(name, None)
-        found = known_as(name) or published_preprocessor(source.folder) or published_enhancer(source.folder)
-        title = source.repository if found is None else found.title
+        other = published_preprocessor(source.folder) or published_enhancer(source.folder)
+        known = source.variant or known_as(name) or other
+        title = source.repository if known is None else known.title
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:

@@ -89,6 +89,7 @@ from runtime.server.video_objects import (
     LeftOut,
     Model,
     ModelList,
+    ModelVariant,
     PromptToEnhance,
     Video,
     VideoBatch,
@@ -757,7 +758,22 @@ def _owner(caller: ApiKey | None) -> str | None:
 def _model(spec: ModelSpec) -> Model:
     default_size = (spec.defaults.width, spec.defaults.height)
     sizes = [f"{width}x{height}" for width, height in dict.fromkeys((default_size, *spec.sizes))]
-    return Model(id=spec.name, owned_by="tandem", title=spec.title, sizes=sizes)
+    variant = spec.variant
+    return Model(
+        id=spec.name,
+        owned_by="tandem",
+        title=spec.title,
+        sizes=sizes,
+        steps=spec.defaults.steps,
+        variant=None
+        if variant is None
+        else ModelVariant(
+            model=variant.model,
+            name=variant.name,
+            format=variant.format,
+            loras=[lora.file for lora in variant.loras],
+        ),
+    )
 
 
 def _beyond_the_end() -> Response:

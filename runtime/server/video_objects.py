@@ -135,6 +135,15 @@ class DeletedVideo(BaseModel):
     deleted: bool = True
 
 
+class ModelVariant(BaseModel):
+    """What a model of the catalogue's variants is: smaller transformers, perhaps with LoRAs that are always used."""
+
+    model: str = Field(description="The published model.")
+    name: str = Field(description='The variant, such as "fp8".')
+    format: str = Field(description="The format of the transformers.")
+    loras: list[str] = Field(description="The LoRAs that are always used.")
+
+
 class Model(BaseModel):
     """A model that requests may name."""
 
@@ -144,6 +153,8 @@ class Model(BaseModel):
     owned_by: str
     title: str = Field(description="The name to show to people.")
     sizes: list[str] = Field(description='Recommended sizes, such as "832x480". The first one is the default.')
+    steps: int = Field(description="The default number of steps.")
+    variant: ModelVariant | None = Field(default=None, description="Of a variant of a published model: which one.")
 
 
 class ModelList(BaseModel):

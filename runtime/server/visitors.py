@@ -229,7 +229,7 @@ def visitors_models(models: Mapping[str, ModelSpec], folders: Mapping[str, Path]
     return {
         spec.name: spec
         for spec in tuple(models.values())
-        if folders.get(spec.name) in (spec.single_files.values() or [spec.directory])
+        if folders.get(spec.name) in (*spec.single_files.values(), spec.directory)
     }
 
 

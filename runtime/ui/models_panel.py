@@ -18,7 +18,9 @@ from runtime.models.catalogue import (
     delete_files,
     download_bytes,
     folders,
+    known_as,
     known_models,
+    known_variant,
     not_downloaded,
     own_files,
     published_bytes,
@@ -45,6 +47,7 @@ from runtime.models.preprocessors import (
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import Fit, smallest_card
+from runtime.planner.variants import ORIGINAL, Candidate, offer
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.model_tasks import ModelTask, ModelTasks
 from runtime.ui import form, formatting
@@ -55,6 +58,24 @@ from runtime.ui.plan_preview import PlanPreview
 
 _HUB_PAGE = "https://huggingface.co/"
 _MAX_NAME = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VariantButton:
+    """A button that downloads a variant of a model.
+
+    Attributes:
+        key: target of the action.
+        verdict: whether it runs here.
+        strong, confirm: see `_Card`.
+    """
+
+    key: str
+    title: str
+    name: str
+    verdict: str
+    strong: bool
+    confirm: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +92,9 @@ class _Card:
         strong: whether a download is recommended: it runs well here and the disk has the space.
         confirm: the question before a download.
         line, percent: progress or result of the last task.
+        best: downloads the variant for this machine; `None` if none fits, or the model has no variants.
+        why: why it is this one, or why none fits.
+        variants: download the other variants.
     """
 
     key: str
@@ -93,6 +117,9 @@ class _Card:
     failed: bool = False
     percent: int | None = None
     offer: str = "Download"
+    best: _VariantButton | None = None
+    why: str = ""
+    variants: Sequence[_VariantButton] = ()
 
 
 class ModelsPanel:
@@ -119,6 +146,7 @@ class ModelsPanel:
         self._preview = preview
         self._worker = worker
         self._fits: dict[str, Fit] = {}
+        self._candidates: dict[str, tuple[Candidate, ...]] = {}
         self._fits_of: Machine | None = None
 
     def act(self, call: Call) -> Reply:
@@ -192,7 +220,7 @@ class ModelsPanel:
 
     def _repository(self, target: str) -> str:
         """Return the name to download: of a published model, or the repository of a card."""
-        if published_preprocessor(target) is not None:
+        if published_preprocessor(target) is not None or known_variant(target) is not None:
             return target
         model = _known(target)
         if model is not None:
@@ -209,7 +237,7 @@ class ModelsPanel:
     def _folder(self, target: str) -> str:
         """Return the folder of a card's model."""
         model = _known(target)
-        if published_preprocessor(target) is not None:
+        if published_preprocessor(target) is not None or known_variant(target) is not None:
             return target
         if model is None and self._tasks.of(target) is None and target not in partial_downloads(self._weights_dir):
             raise unknown_action()
@@ -257,12 +285,56 @@ class ModelsPanel:
 
     def _fit(self, spec: ModelSpec) -> Fit:
         """Return whether a model runs here; computed again when the machine was probed again."""
-        machine = self._preview.machine()
-        if machine is not self._fits_of:
-            self._fits, self._fits_of = {}, machine
+        self._forget_machine()
         if spec.name not in self._fits:
             self._fits[spec.name] = self._preview.fit(spec)
         return self._fits[spec.name]
+
+    def _forget_machine(self) -> None:
+        """Drop what was computed for the machine before it was probed again."""
+        machine = self._preview.machine()
+        if machine is not self._fits_of:
+            self._fits, self._candidates, self._fits_of = {}, {}, machine
+
+    def _variants(self, spec: ModelSpec) -> dict[str, Any]:
+        """Return the fields of a published model's card that are about variants."""
+        model = known_as(spec.name)
+        if model is None or not model.variants:
+            return {}
+        self._forget_machine()
+        if model.name not in self._candidates:
+            self._candidates[model.name] = self._preview.variants(model)
+        free = free_disk_bytes(self._weights_dir)
+        offered = offer(self._candidates[model.name], free)
+        # These have cards of their own.
+        apart = {*folders(self._weights_dir), *partial_downloads(self._weights_dir)}
+        apart |= {task.folder for task in self._tasks.all()}
+        best = None if offered.best is None or offered.best.spec.name in apart else offered.best
+        others = [candidate for candidate in offered.others if candidate.spec.name not in apart]
+        return {
+            "best": None if best is None else self._variant_button(spec, best, best=True),
+            "why": page_text(offered.reason).what if best is offered.best else "",
+            "variants": [
+                self._variant_button(spec, candidate)
+                for candidate in others
+                # Without the best one, the original has the usual button.
+                if best is not None or candidate.name != ORIGINAL
+            ],
+        }
+
+    def _variant_button(self, spec: ModelSpec, candidate: Candidate, *, best: bool = False) -> _VariantButton:
+        size = byte_size(candidate.bytes) if candidate.is_exact else f"up to {byte_size(candidate.bytes)}"
+        kind = page_text(candidate.title).what.rstrip(".") if isinstance(candidate.title, Fact) else candidate.title
+        title = f"Get the variant for this machine ({size})" if best else f"{kind} ({size})"
+        short = self._disk_short(candidate.bytes, is_exact=candidate.is_exact)
+        return _VariantButton(
+            key=candidate.spec.name,
+            title=title,
+            name=f"{title}: {spec.title}, {kind}",
+            verdict=str(candidate.fit.verdict),
+            strong=best and candidate.fit.kind == "well",
+            confirm=f"Download {spec.title}, {kind}? License: {spec.license}. Size: {size}.{_clause(short)}",
+        )
 
     def _installed(self, name: str, spec: ModelSpec, selected: str) -> _Card:
         menu = {}
@@ -320,6 +392,12 @@ class ModelsPanel:
         size_text = byte_size(size) if exact else f"up to {byte_size(size)}"
         received = [("Received", byte_size(begun))] if begun else []
         short = self._disk_short(size - begun, is_exact=bool(exact))
+        transfer = self._transfer(task, begun)
+        variants = self._variants(spec) if not begun and (task is None or not task.open) else {}
+        if variants.get("best") is not None:
+            transfer["actions"], problem = (), ""
+        else:
+            problem = _advice(short)
         return _Card(
             key=spec.name,
             title=spec.title,
@@ -331,10 +409,11 @@ class ModelsPanel:
                 *_clip(spec, fit),
                 ("Minimum", _smallest_card(spec.name)),
             ],
-            problem=_advice(short),
+            problem=problem,
             strong=fit.kind == "well" and short is None,
             confirm=f"Download {spec.title}? License: {spec.license}. Size: {size_text}.{_clause(short)}",
-            **self._transfer(task, begun),
+            **transfer,
+            **variants,
             **_verdict(spec, fit),
             **_progress(task),
         )
@@ -366,6 +445,8 @@ class ModelsPanel:
         facts = []
         listing = None if task is None or task.plan is None else task.plan.listing
         license_name = listing.license if listing else partial.license if partial else ""
+        variant = known_variant(folder)
+        title = repository if variant is None else variant.title
         if listing or partial:
             facts = [("License", license_name or "none stated; see the repository")]
         if listing:
@@ -378,11 +459,11 @@ class ModelsPanel:
             transfer["actions"] = ()  # the look-up failed
         return _Card(
             key=folder,
-            title=repository,
+            title=title,
             state=_state(task, begun),
             facts=facts,
             problem=_advice(short),
-            confirm=f"Download {repository}? License: {license_name or 'none stated'}."
+            confirm=f"Download {title}? License: {license_name or 'none stated'}."
             + (f" Size: {byte_size(listing.total_bytes)}." if listing else "")
             + _clause(short),
             **transfer,

@@ -19,6 +19,7 @@ from runtime.core.request import AUTO, GenerationRequest
 from runtime.engines.service import EngineService
 from runtime.machine.probe import Machine
 from runtime.models.loras import with_loras
+from runtime.models.registry import KnownModel
 from runtime.models.requested import with_finishers, with_inputs
 from runtime.models.spec import ModelSpec, folder_of
 from runtime.models.wildcards import with_prompt
@@ -27,6 +28,7 @@ from runtime.planner.choice.engine_offers import EngineOffer, Offers, no_offers
 from runtime.planner.history import History
 from runtime.planner.requirements import Fit, fit
 from runtime.planner.resolve import PlanningContext, resolve
+from runtime.planner.variants import Candidate, candidates
 
 # Free memory changes slowly; a query of the GPU driver takes longer than a plan.
 _MACHINE_SECONDS = 3.0
@@ -172,6 +174,10 @@ class PlanPreview:
             thread = self._identifying.get(spec.directory)
         ready = thread is not None and not thread.is_alive()
         return fit(spec, self.machine(), self._history(), self._offers(spec) if ready else no_offers)
+
+    def variants(self, model: KnownModel) -> tuple[Candidate, ...]:
+        """Return a published model's original and its variants on this machine."""
+        return candidates(model, self.machine(), self._history())
 
     def _offers(self, spec: ModelSpec) -> Offers:
         """Return the engine service's offers, cached until the library, the model or the GPUs change."""

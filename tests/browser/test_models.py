@@ -1,6 +1,8 @@
 """The tab Models, in a browser: cards, downloads that are paused and resumed, a repository, deletion, "Use"."""
 
+import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from tests.app_server import MODEL, Server
 from tests.browser.conftest import DESKTOP, OpenPage, ready
 from tests.browser.test_page import UNNAMED_INPUTS
 from tests.models.hub import Fault, LoopbackHub, of_folder
+from tests.variant_files import NAME as VARIANT
+from tests.variant_files import publish
 
 pytestmark = pytest.mark.browser
 
@@ -42,11 +46,14 @@ def test_a_download_is_confirmed_paused_resumed_and_removed(
     for expected in ("Apache-2.0", "126.2 GB", "6 GB card", "Default clip"):
         assert expected in shown, expected
 
-    page.click(f"{card} [data-action=download]")
+    # The original weights are first, or below the variant that fits this machine.
+    if not page.is_visible(original := f"{card} [data-target='{NAME}'][data-action=download]"):
+        page.click(f"{card} .variants summary")
+    page.click(original)
     assert "License: Apache-2.0" in page.inner_text("dialog[open]")
     page.keyboard.press("Escape")
     assert not hub.requests
-    page.click(f"{card} [data-action=download]")
+    page.click(original)
     page.click("dialog[open] .strong")
     # The download continues without its page.
     page.wait_for_selector(f"{card}[data-state=running] :text('vae/')")
@@ -70,6 +77,42 @@ def test_a_download_is_confirmed_paused_resumed_and_removed(
     page.click("dialog[open] .strong")
     page.wait_for_selector(f"{card}[data-state=absent]")
     assert not (server.cache_dir / "weights" / f".{FOLDER}.partial").exists()
+    assert page.complaints == []
+
+
+def test_one_click_gets_a_variant_that_is_used_with_its_lora(
+    open_page: OpenPage, server: Server, hub: LoopbackHub, tmp_path: Path
+) -> None:
+    hub.faults.clear()
+    publish(hub, server.cache_dir / "weights" / MODEL, tmp_path)
+    page = open_page()
+    go(page)
+    of_model = f"#models-available [data-model='{NAME}']"
+    button = f"{of_model} [data-action=download][data-target='{VARIANT}']"
+    page.wait_for_selector(button, state="attached")
+    # Which variant fits depends on the machine of the test.
+    if not page.is_visible(button):
+        page.click(f"{of_model} .variants summary")
+    for viewport in (SMALL, DESKTOP):
+        page.set_viewport_size(viewport)
+        assert page.evaluate(CUT_OFF) == []
+    page.click(button)
+    assert "License: Apache-2.0. Size: 43.0 GB." in page.inner_text("dialog[open]")
+    page.click("dialog[open] .strong")
+    card = f"#models-installed [data-model='{VARIANT}']"
+    page.wait_for_selector(f"{card} [data-action=use]")
+    page.click(f"{card} [data-action=use]")
+    page.wait_for_selector("#tabs [role=tab][aria-selected=true]:text-is('Make')")
+    page.wait_for_function(f"() => window.tandem.values.includes('{VARIANT}')")
+    request = json.loads(page.request.get(f"{server.url}v1/models/{VARIANT}").text())
+    assert (request["steps"], request["variant"]["name"], len(request["variant"]["loras"])) == (4, "fp8", 2)
+    go(page)
+    page.wait_for_selector(f"{card} .tag:text('Selected')")
+    page.click(f"{card} summary")
+    page.wait_for_selector(f"{card} details[open]")
+    page.click(f"{card} [data-action=delete]")
+    page.click("dialog[open] .strong")
+    page.wait_for_selector(card, state="detached")
     assert page.complaints == []
 
 

@@ -654,7 +654,7 @@ def test_keyboard_alone_is_enough(open_page: OpenPage) -> None:
     page.focus("#field-prompt textarea")
     page.keyboard.type("a red boat")
     stops = []
-    for _ in range(10):  # the chips
+    for _ in range(11):  # the chips
         page.keyboard.press("Tab")
         stops.append(page.evaluate("() => document.activeElement.id || document.activeElement.className"))
         if stops[-1] == "generate":

@@ -1,6 +1,7 @@
 """`generate` with lists and grids, and what resumes or shows a batch."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,15 +55,35 @@ def test_a_grid_makes_videos_a_sheet_and_a_page_and_goes_on_where_it_was(
     assert refused(["jobs", "resume", first.id, "--all"], capfd).code == "queue.batch_done"
 
 
-def test_lists_of_prompts_and_images_are_batches(
-    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+# Waits until both videos are made, then fails for the second one.
+WAITS_FOR_BOTH = """
+import os, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+(folder / os.environ["TANDEM_JOB"]).touch()
+end = time.monotonic() + 60
+while len(list(folder.iterdir())) < 2:
+    time.sleep(0.02)
+    if time.monotonic() > end:
+        sys.exit(4)
+sys.exit(3 if os.environ["TANDEM_PROMPT"] == "a blue ball" else 0)
+"""
+
+
+def test_lists_of_prompts_are_batches_whose_videos_wait_for_no_command(
+    command: list[str], cache_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    on_done = [sys.executable, "-c", WAITS_FOR_BOTH, str(tmp_path / "ended")]
+    cache_dir.mkdir(exist_ok=True)
+    (cache_dir / "settings.json").write_text(json.dumps({"on_done": on_done}))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red boat\n\n a blue ball \n", encoding="utf-8")
     assert run([*command, "--prompts", str(prompts), "--json"]) == 0
     result = json.loads(capfd.readouterr().out)
     assert [video["request"]["prompt"] for video in result["videos"]] == ["a red boat", "a blue ball"]
     assert len({video["seed"] for video in result["videos"]}) == 2
+    first, second = (" ".join(video["warnings"]) for video in result["videos"])
+    assert "exit code" not in first and "exit code 3" in second
 
 
 def test_each_image_of_a_folder_is_combined_with_the_grid(cache_dir: Path, tmp_path: Path) -> None:

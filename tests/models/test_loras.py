@@ -322,7 +322,8 @@ def test_names_resolve_only_inside_the_caches_folder(spec: ModelSpec, tmp_path: 
     [
         ("Wan2.2-T2V-A14B-4steps-lora-250928/high_noise_model", 4),
         ("Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank32", 4),
-        ("Wan21_CausVid_14B_T2V_lora_rank32", 4),
+        ("Wan21_CausVid_14B_T2V_lora_rank32", 3),
+        ("self_forcing_dmd", 4),
         ("FastWan2.1_T2V_14B_480p_lora_rank_128", 3),
         ("wan2.2_t2v_lightx2v_8steps_lora_v1_low_noise", 8),
         ("Wan2.2-Lightning/low", 4),
@@ -342,6 +343,26 @@ def test_step_distillation_sets_the_defaults_of_both_experts(spec: ModelSpec, tm
     assert quick.steps == 4
     assert [quick.guidance(from_image=given) for given in (False, True)] == [(1.0, 1.0)] * 2
     assert with_loras(spec, [], tmp_path).defaults == spec.defaults
+
+
+def test_step_distillation_with_new_noise_sets_the_noise_levels(spec: ModelSpec, tmp_path: Path) -> None:
+    def save(name: str) -> Lora:
+        return Lora(str(lora_files.save(tmp_path / name, lora_files.peft(factors(spec.transformer)))))
+
+    fast, causal = save("FastWan-rank-128.safetensors"), save("causvid.safetensors")
+    forcing, lightning = save("Self-Forcing.safetensors"), save("lightning-4steps.safetensors")
+    for used_loras, levels, steps in (
+        ([fast], (1.0, 0.757, 0.522), 3),
+        ([fast, causal], (1.0, 0.757, 0.522), 3),
+        ([forcing], (1.0, 0.9375, 0.8333, 0.625), 4),
+        ([fast, forcing], (), 4),
+        ([fast, lightning], (), 4),
+        ([lightning], (), 4),
+    ):
+        used = with_loras(spec, used_loras, tmp_path)
+        assert used.noise.levels == pytest.approx(levels, abs=1e-4)
+        assert (used.defaults.steps, used.noise.renewed) == (steps, bool(levels))
+        assert (used.noise == spec.noise, used.scheduler == spec.scheduler) == (not levels, not levels)
 
 
 def test_files_are_read_once_and_again_when_they_change(

@@ -9,14 +9,16 @@ import diffusers
 import pytest
 import torch
 
-from runtime.core.errors import ModelError
+from runtime.core.errors import InvalidRequestError, ModelError
 from runtime.core.events import Paused, StepDone, VideoSaved
 from runtime.execution.residency import Residency
 from runtime.models.registry import read_spec
 from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_scheduler
 from runtime.pipeline.checkpoint import CheckpointFolder
-from runtime.pipeline.sampling import advanced, noise_seed
+from runtime.pipeline.sampling import advanced, get_schedule, noise_seed
 from tests.pipeline.runs import events_of
+from tests.pipeline.test_loras import Place
 from tests.pipeline.test_run import frames_of
 from tests.plans import tiny_plan
 
@@ -58,6 +60,35 @@ def test_the_same_seed_gives_the_same_video(name: str, tiny: Tiny, tmp_path: Pat
         assert frames_of(out) == wanted
         events_of(plan.replace(seed=plan.seed + 1), spec, residency)
     assert frames_of(out) != wanted
+
+
+def test_levels_of_a_lora_are_sampled_as_published(tiny: Tiny, tmp_path: Path) -> None:
+    """`DmdDenoisingStage` in https://github.com/hao-ai-lab/FastVideo, fastvideo/pipelines/stages/denoising.py."""
+    place = Place(tiny("wan2.1"), tmp_path)
+    place.lora.rename(place.lora.with_name("FastWan.safetensors"))
+    plan, spec = place.plan("FastWan", steps="auto", guidance_scale="auto", shift=None)
+    assert (plan.steps, plan.guidance_scale) == (3, 1.0)
+    scheduler = load_scheduler(spec, plan.shift)
+    steps = get_schedule(plan, scheduler, spec.boundary_ratio, spec.noise.sigmas(plan.steps))
+    levels = [1.0, 0.757, 0.522]
+    assert [step.timestep.item() for step in steps] == pytest.approx([1000 * level for level in levels])
+    noise = torch.randn(1, 16, 3, 4, 8, generator=torch.Generator().manual_seed(1))
+    latents = wanted = noise
+    for step, level, following in zip(steps, levels, [*levels[1:], 0.0], strict=True):
+        latents = advanced(scheduler, torch.tanh(latents * level), step.timestep, latents, step.noise_seed)
+        clean = wanted - level * torch.tanh(wanted * level)
+        new = torch.randn(noise.shape, generator=torch.Generator().manual_seed(step.noise_seed))
+        wanted = (1 - following) * clean + following * new
+        torch.testing.assert_close(latents, wanted, atol=1e-5, rtol=0)
+    # A job of it, and one with other steps, whose levels are between those.
+    for asked, of in (("auto", 3), (2, 2)):
+        plan, spec = place.plan("FastWan", steps=asked, guidance_scale="auto")
+        events = place.run(plan, spec)
+        assert isinstance(events[-1], VideoSaved)
+        assert [event.of for event in events if isinstance(event, StepDone)] == [of] * of
+    with pytest.raises(InvalidRequestError) as refused:
+        place.plan("FastWan", shift=5.0)
+    assert refused.value.code == "scheduler.shift_fixed"
 
 
 def test_the_noise_of_a_step_depends_on_seed_section_and_step() -> None:

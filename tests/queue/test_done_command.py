@@ -52,7 +52,7 @@ def test_it_receives_the_path_and_facts_once_for_each_end(
     # Its process died after the video was complete.
     late = add_job(store, instance="x").id
     assert store.interrupt(late, "x", sample_result()) == "done"
-    assert command.wait() == []
+    assert command.wait() == {}
     entries = {line[1]["JOB"]: line for line in map(json.loads, written.read_text().splitlines())}
     assert entries.keys() == {done, failed, late}
     video = str(sample_result().video)
@@ -78,7 +78,8 @@ def test_a_failure_is_a_line_in_the_log_and_a_warning(
         caplog.clear()
         with caplog.at_level(logging.WARNING, "runtime.queue.done_command"):
             job_id = end(store, sample_result())
-            (fact,) = command.wait()
+            ((failed, fact),) = command.wait().items()
+        assert failed == job_id
         assert fact.code == code
         assert len(caplog.messages) == 1 and "\n" not in caplog.messages[0]
         job, events = store.log.read(job_id)
@@ -109,4 +110,4 @@ def test_the_next_job_does_not_wait_for_it(store: JobStore, tmp_path: Path) -> N
     jobs = [end(store, sample_result()) for _ in range(3)]  # returns while the commands run
     until(lambda: store.find(jobs[-1]).state == "done")
     opened.touch()
-    assert command.wait() == []
+    assert command.wait() == {}

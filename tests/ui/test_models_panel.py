@@ -17,17 +17,19 @@ from runtime.core.settings import Settings
 from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, probe
-from runtime.models.catalogue import find, folders, known_as, known_models
+from runtime.models.catalogue import find, folders, known_as, known_models, known_variant
 from runtime.models.hub.download import partial_bytes
 from runtime.models.preprocessors import PUBLISHED, find_preprocessor, missing_model
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import fit
+from runtime.planner.variants import candidates, offer
 from runtime.queue.model_tasks import ModelTasks
 from runtime.ui import form
 from runtime.ui.formatting import page_text, paragraph
 from runtime.ui.models_panel import ModelsPanel, _weights
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
+from tests import variant_files
 from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.planner.test_table import H200, here
@@ -208,6 +210,45 @@ def test_a_download_is_recommended_if_it_runs_well_and_the_disk_has_the_space(
     assert not is_primary and paragraph(bound) in card and "<dd>up to 91.3 GB</dd>" in card
 
 
+def test_a_card_offers_the_variant_for_this_machine(
+    shown: Shown, tiny: Callable[[str], ModelSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 10**13
+    monkeypatch.setattr("runtime.ui.models_panel.free_disk_bytes", lambda _: free)
+    card = shown.card(variant_files.BASE)
+    best, *others = re.findall(r'data-action="download" data-target="([^"]+)"[^>]*>([^<]+)<', card)
+    assert best == (variant_files.NAME, "Get the variant for this machine (43.0 GB)")
+    assert [target for target, _ in others] == [variant_files.BASE, "wan2.2-t2v-a14b-q4"]
+    offered = offer(candidates(known_variant(variant_files.NAME).model, MACHINE), free)  # type: ignore[union-attr]
+    assert page_text(offered.reason).what in card and "License: Apache-2.0. Size: 43.0 GB." in card
+    # A model without variants, and one of which none fits.
+    assert "Get the variant" not in shown.card(NAME)
+    free = 10**9
+    card = shown.card(variant_files.BASE)
+    assert "Get the variant" not in card and f'data-target="{variant_files.BASE}"' in card
+
+    free = 10**13
+    variant_files.publish(shown.hub, tiny("wan2.2-a14b").directory, tmp_path)
+    shown.hub.faults[variant_files.HIGH] = Fault("stall", after=1000, times=9)
+    shown.press("download", variant_files.NAME)
+    until(lambda: partial_bytes(shown.weights, variant_files.NAME) > 0)
+    card = shown.card(variant_files.NAME)
+    assert "Wan2.2 T2V-A14B, FP8, 4 steps" in card and 'data-action="pause"' in card
+    shown.press("pause", variant_files.NAME)
+    shown.settle()
+    assert "Resume</button>" in shown.card(variant_files.NAME)
+    assert f'data-target="{variant_files.NAME}"' not in shown.card(variant_files.BASE)
+    shown.hub.faults.clear()
+    shown.press("download", variant_files.NAME)
+    shown.settle()
+    assert 'data-state="installed"' in shown.card(variant_files.NAME)
+    assert shown.models[variant_files.NAME].defaults.steps == 4
+    shown.press("verify", variant_files.NAME)
+    assert shown.settle() and shown.result(variant_files.NAME, "download.verified")
+    shown.press("delete", variant_files.NAME)
+    assert variant_files.NAME not in shown.models
+
+
 def test_the_selected_model_says_so_and_has_no_use_button(shown: Shown) -> None:
     use = 'data-action="use"'
     assert use in shown.card("diorama")
@@ -288,7 +329,10 @@ def test_offline_downloads_are_refused(shown: Shown) -> None:
         reply = respond(panel, call)
         assert reply["error"] and reply["message"] == message("hub.offline", by="--offline")
     view = respond(panel, Call())["parts"]["available"]
-    assert view.count('aria-disabled="true">Download') == len(known_models()) + len(PUBLISHED)
+    # Each card has a button for the model, or for its variant for this machine.
+    disabled = re.findall(r'aria-disabled="true">(Download|Get the variant)', view)
+    assert len(disabled) == len(known_models()) + len(PUBLISHED)
+    assert 'aria-disabled="false">Get the variant' not in view
     assert "Downloads are disabled" in view and "Installed models work." in view
     assert not shown.hub.requests
 

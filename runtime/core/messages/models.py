@@ -76,6 +76,13 @@ _HUB: Mapping[str, Message] = {
         "Choose a repository with safetensors in diffusers' format.",
     ),
     "hub.file_too_large": Message("{file} has {size:bytes}, although it holds no weights.", _ANOTHER_REPOSITORY),
+    "hub.no_file": Message(
+        "{repository} has no file {file}.", "Its owner has removed or renamed it. Download another variant."
+    ),
+    "hub.other_file": Message(
+        "The hub's {file} of {repository} is not the file that this variant was published with.",
+        "Its owner or the hub has replaced it. Download another variant.",
+    ),
     "hub.no_hash": Message(
         "The hub states no valid size and hash for {file}, so it cannot be verified.", "Use another hub."
     ),
@@ -561,6 +568,7 @@ _SCHEDULER: Mapping[str, Message] = {
     "scheduler.no_shift": Message("It has no shift."),
     "scheduler.shift_by_size": Message("Its shift follows from the size and length of the video."),
     "scheduler.fixed_levels": Message("The model was distilled for fixed noise levels."),
+    "scheduler.levels_of_lora": Message("Its LoRA was distilled for fixed noise levels."),
     "scheduler.other_spacing": Message("The option {option} determines its timesteps."),
     "scheduler.no_flow_matching": Message("It is not configured for flow matching (prediction_type, use_flow_sigmas)."),
     "scheduler.shift_fixed": Message(
@@ -652,6 +660,21 @@ _LATENTS: Mapping[str, Message] = {
     ),
 }
 
+_VARIANTS: Mapping[str, Message] = {
+    "variant.damaged": Message("The description of the variant {model} is damaged ({file}).", _AGAIN),
+    "variant.incomplete": Message("The folder of the variant {model} lacks components.", _AGAIN),
+    "variant.not_downloaded": Message(
+        "{title} is not downloaded.", "Run `{tandem} models download {name}`, or choose it in the tab Models."
+    ),
+    "variant.unknown": Message("{model} has no variant {name!r}.", "Choose one of {names:list}."),
+    "variant.none": Message("{model} has no variants.", "Omit --variant."),
+    "variant.nothing_fits": Message(
+        "No variant of {model} fits this machine: {cause:clause}.",
+        "Choose a smaller model, or name a variant, one of {names:list}.",
+    ),
+    "variant.excludes": Message("--variant cannot be used with {option}.", "Omit one of the two."),
+}
+
 MESSAGES: Mapping[str, Message] = {
-    **_HUB, **_FILES, **_IMAGES, **_VIDEOS, **_LORA, **_SCHEDULER, **_QUANTIZATION, **_LATENTS,
+    **_VARIANTS, **_HUB, **_FILES, **_IMAGES, **_VIDEOS, **_LORA, **_SCHEDULER, **_QUANTIZATION, **_LATENTS,
 }  # fmt: skip

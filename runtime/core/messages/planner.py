@@ -260,6 +260,16 @@ _REFUSALS: Mapping[str, Message] = {
     "planner.gpus_without_bfloat16": Message(
         "{first} and {second} cannot share a job: the second does not support bfloat16.", "Use {set[gpus=1]}."
     ),
+    "variant.original": Message("Original weights"),
+    "variant.because": Message("{verdict}"),
+    "variant.because_smaller": Message("{verdict}. The original weights: {original:clause}"),
+    "variant.because_whole": Message(
+        "{verdict}. Memory takes its transformers whole; the original weights would be copied block by block"
+    ),
+    "variant.because_less": Message("{verdict}. It needs less memory and disk space than the original weights"),
+    "variant.because_of_space": Message("{verdict}. The original weights need {needed:bytes} of disk space"),
+    "variant.smallest": Message("Its smallest variant, {title}: {verdict:clause}"),
+    "variant.no_space": Message("The disk is too small: {needed:bytes} are needed"),
     "fit.well": Message("Runs well here", badge="runs well, {seconds:about}"),
     "fit.slow": Message("Runs slowly: {seconds:about} for a clip", badge="runs slowly, {seconds:about}"),
     "fit.too_large": Message("Too large: needs {needed:memory} of {where}, {free:memory} free"),
@@ -483,6 +493,7 @@ _REASONS: Mapping[str, Message] = {
     "planner.paired": Message("Both guidance passes are one call, because one does not fill the GPU."),
     "planner.graphed": Message("Calls are CUDA graphs, so that the GPU does not wait for kernels to be started."),
     "planner.shift_asked": Message("Shift {shift:g}, as requested{others:appended}."),
+    "planner.shift_of_variant": Message("Shift {shift:g}: that of the variant's LoRA."),
     "planner.no_video_engines": Message("Engines encode images, and no videos."),
     "planner.steps_of_strength": Message("Strength {strength:g} runs the last {run} of {steps:n step}."),
     "planner.guidance_of_images": Message(

@@ -81,14 +81,23 @@ _LIGHTX2V = re.compile(r"lightning|lightx2v", re.IGNORECASE)
 # configs/distill/wan_t2v_distill_lora_4step_cfg.json). With it UniPC's four timesteps are 999, 937, 833 and 625; those
 # of the training were 1000, 937.5, 833.3 and 625: https://github.com/ModelTC/LightX2V-Wan2.2-Lightning/issues/3.
 LIGHTX2V_SHIFT = 5.0
-# FastVideo's have three timesteps (`dmd_denoising_steps` in
-# https://github.com/hao-ai-lab/FastVideo, fastvideo/configs/pipelines/wan.py).
+# Distribution matching distillation with three timesteps: FastVideo's (`dmd_denoising_steps` in
+# https://github.com/hao-ai-lab/FastVideo, fastvideo/configs/pipelines/wan.py) and CausVid (`denoising_step_list` in
+# https://github.com/tianweiy/CausVid, configs/wan_causal_dmd.yaml).
+_DMD = re.compile(r"fastwan|causvid", re.IGNORECASE)
+_DMD_LEVELS = (1.0, 0.757, 0.522)
+# 1000, 750, 500 and 250, moved by shift 5 (`denoising_step_list`, `warp_denoising_step` and `timestep_shift` in
+# https://github.com/guandeh17/Self-Forcing, configs/self_forcing_dmd.yaml).
+_SELF_FORCING = re.compile(r"self[\s_-]?forcing", re.IGNORECASE)
+_SELF_FORCING_LEVELS = (1.0, 15 / 16, 5 / 6, 5 / 8)
 DISTILLED = DistilledLoras(
     {
-        re.compile(r"fastwan", re.IGNORECASE): 3,
-        re.compile(r"lightning|lightx2v|distill|causvid|accvid|turbo", re.IGNORECASE): 4,
+        _DMD: len(_DMD_LEVELS),
+        _SELF_FORCING: len(_SELF_FORCING_LEVELS),
+        re.compile(r"lightning|lightx2v|distill|accvid|turbo", re.IGNORECASE): 4,
     },
     {_LIGHTX2V: LIGHTX2V_SHIFT},
+    {_DMD: _DMD_LEVELS, _SELF_FORCING: _SELF_FORCING_LEVELS},
 )
 
 

@@ -356,6 +356,7 @@ class WanFamily(Family):
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.DISTILLED.steps)
     distilled_shift = staticmethod(lora_names.DISTILLED.shift)
+    distilled_levels = staticmethod(lora_names.DISTILLED.noise_levels)
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:
         """Read a model folder, as `save_pretrained` of a Wan pipeline in `registry.FAMILIES` writes it.

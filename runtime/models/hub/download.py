@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from stat import S_ISREG
@@ -22,7 +22,7 @@ from runtime.core.errors import DownloadError, InvalidRequestError, ModelError, 
 from runtime.core.facts import Fact, render
 from runtime.core.locks import held
 from runtime.core.units import byte_size, duration
-from runtime.models.catalogue import folders, known_as
+from runtime.models.catalogue import KnownVariant, folders, known_as, known_variant, read_model
 from runtime.models.enhancers import (
     ENHANCERS,
     check_download,
@@ -30,7 +30,16 @@ from runtime.models.enhancers import (
     published_enhancer,
 )
 from runtime.models.hub.client import Hub, RevisionError, check_repository
-from runtime.models.hub.files import MANIFEST, Listing, Manifest, RemoteFile, combined, difference, read_manifest
+from runtime.models.hub.files import (
+    MANIFEST,
+    Listing,
+    Manifest,
+    RemoteFile,
+    combined,
+    difference,
+    joined,
+    read_manifest,
+)
 from runtime.models.preprocessors import (
     PREPROCESSORS,
     PUBLISHED,
@@ -38,8 +47,9 @@ from runtime.models.preprocessors import (
     folder_of_preprocessor,
     published_preprocessor,
 )
-from runtime.models.registry import Part, check_companions, check_folder, read_spec
+from runtime.models.registry import Part, check_companions, check_folder
 from runtime.models.spec import ModelSpec, is_transformer
+from runtime.models.variants import DESCRIPTION
 
 MAIN = "main"
 # Left free on the disk for other programs.
@@ -62,6 +72,7 @@ class Source:
         without_transformers: whether their weights are left out, for models whose transformers are in single files.
         preprocessor: whether it makes control frames; see `models.preprocessors`.
         enhancer: whether it enhances prompts; see `models.enhancers`.
+        variant: the variant of a published model, whose files replace some of the model's weights.
     """
 
     repository: str
@@ -74,11 +85,18 @@ class Source:
     without_transformers: bool = False
     preprocessor: bool = False
     enhancer: bool = False
+    variant: KnownVariant | None = None
 
     @property
     def makes_videos(self) -> bool:
         """Whether it is a model of videos."""
         return not (self.preprocessor or self.enhancer)
+
+    def leaves_out(self, path: str) -> bool:
+        """Return whether weights of the model's repositories are not needed."""
+        if self.variant is not None:
+            return path.partition("/")[0] in self.variant.variant.replaced
+        return self.without_transformers and is_transformer(path)
 
     def place(self, weights_dir: Path) -> Path:
         """Return the folder that its folder is in."""
@@ -86,7 +104,7 @@ class Source:
 
 
 def source_of(name: str, revision: str | None, *, enhancer: bool = False) -> Source:
-    """Return the source for a name of `models list` or OWNER/REPOSITORY.
+    """Return the source for a name of `models list`, that of a variant's folder, or OWNER/REPOSITORY.
 
     Args:
         enhancer: whether a repository is that of a chat model.
@@ -94,11 +112,23 @@ def source_of(name: str, revision: str | None, *, enhancer: bool = False) -> Sou
     Raises:
         InvalidRequestError: if the name is invalid, or a revision is given of a model in several repositories.
     """
-    model = known_as(name)
+    variant, model = known_variant(name), known_as(name)
+    if variant is not None:
+        model = variant.model
     if model is not None:
-        if model.parts and revision is not None:
+        if (model.parts or variant is not None) and revision is not None:
             raise InvalidRequestError("revision", "hub.revision_of_parts", model=model.title)
-        return Source(model.repository, model.folder, model.license, revision, model.names, model.parts, model.index)
+        folder, names = (model.folder, model.names) if variant is None else (variant.folder, {variant.folder})
+        return Source(
+            model.repository,
+            folder,
+            model.license,
+            revision,
+            frozenset(names),
+            model.parts,
+            model.index,
+            variant=variant,
+        )
     maker = published_preprocessor(name)
     if maker is not None:
         if revision is not None:
@@ -344,7 +374,7 @@ class Download:
                 )
         if self._source.without_transformers or not self._source.makes_videos:
             return None
-        return read_spec(self._folder, self._folder.name)
+        return read_model(self._folder, self._folder.name)
 
     def _check_place(self) -> None:
         """Refuse to download a model that is installed under another name, or to replace a link."""
@@ -406,7 +436,7 @@ class Download:
                 check_companions(self._partial)
                 check_folder(self._partial, self._folder.name)
             else:
-                read_spec(self._partial, self._folder.name)
+                read_model(self._partial, self._folder.name)
         except ModelError as error:
             raise ModelError(
                 "hub.model_unusable", repository=listing.repository, cause=error.fact, folder=self._partial
@@ -431,10 +461,14 @@ class Download:
     def _listing(self, manifest: Manifest | None, cancel: Cancel) -> Listing:
         """Ask for the requested revision, else for the downloaded one, so that all files are of one commit."""
         listing = self._whole_listing(manifest, cancel)
-        if not self._source.without_transformers:
+        files = (file for file in listing.files if not (file.is_weights and self._source.leaves_out(file.path)))
+        listing = replace(listing, files=tuple(files))
+        if self._source.variant is None:
             return listing
-        files = (file for file in listing.files if not (file.is_weights and is_transformer(file.path)))
-        return replace(listing, files=tuple(files))
+        added = [self._listing_of(part.repository, manifest, cancel, part) for part in _parts(self._source.variant)]
+        _check_published(self._source.variant, added)
+        description = {DESCRIPTION: self._source.variant.description.content}
+        return joined([listing, *added], self._source.license, description)
 
     def _whole_listing(self, manifest: Manifest | None, cancel: Cancel) -> Listing:
         self._progress.note(Fact("hub.asking", {"host": self._hub.address.partition("://")[2]}))
@@ -461,29 +495,69 @@ class Download:
     ) -> dict[str, Path]:
         """Return the files that are on disk and verified, by path.
 
-        Files of a partial download were verified when they arrived; files of an existing model are verified now.
+        Files of a partial download were verified when they arrived; files of an existing model, and equal ones of other
+        models, are verified now.
         """
         complete: dict[str, Path] = {}
+        elsewhere = self._of_other_models()
         for file in listing.files:
             arrived = self._partial / file.path
             if partial is not None and partial.files.get(file.path) == file and _size(arrived) == file.size:
                 complete[file.path] = arrived
-            elif existing is not None:
-                place = self._folder / file.path
+                continue
+            places = [self._folder / file.path] if existing is not None else []
+            for place in (*places, *elsewhere.get(file.digest, ())):
                 self._progress.note(Fact("hub.verifying", {"file": file.path}))
                 if difference(place, file, cancel) is None:
                     complete[file.path] = place
+                    break
         return complete
+
+    def _of_other_models(self) -> dict[str, list[Path]]:
+        """Return the weights of other downloaded models by digest: models share text encoders and VAEs."""
+        places: dict[str, list[Path]] = {}
+        for folder in downloaded(self._folder.parent):
+            manifest = _manifest_of(folder) if folder != self._folder else None
+            for path, file in manifest.files.items() if manifest is not None else ():
+                if file.is_weights:
+                    places.setdefault(file.digest, []).append(folder / path)
+        return places
 
     def _partial_manifest(self) -> Manifest | None:
         """Return the partial download's manifest; if it is damaged, the files are fetched again."""
-        try:
-            return read_manifest(self._partial)
-        except ModelError:
-            return None
+        return _manifest_of(self._partial)
 
     def _part(self, file: RemoteFile) -> Path:
         return self._partial / _IN_TRANSIT / file.digest.partition(":")[2]
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    """Return the manifest of a folder; `None` if it has none, or a damaged one."""
+    try:
+        return read_manifest(folder)
+    except ModelError:
+        return None
+
+
+def _parts(known: KnownVariant) -> list[Part]:
+    """Return the repositories of a variant's files."""
+    by_repository: dict[str, dict[str, str]] = {}
+    for place, file in known.variant.files.items():
+        by_repository.setdefault(file.repository, {})[place] = file.path
+    return [Part(repository=repository, files=files) for repository, files in by_repository.items()]
+
+
+def _check_published(known: KnownVariant, listings: Sequence[Listing]) -> None:
+    """Check that a hub has the files with which a variant was published, as far as their hashes are known.
+
+    Raises:
+        DownloadError: if it has another one.
+    """
+    published = known.variant.files
+    for file in (file for listing in listings for file in listing.files):
+        expected = published[file.path]
+        if expected.sha256 and file.sha256 != expected.sha256:
+            raise DownloadError("hub.other_file", file=expected.path, repository=expected.repository)
 
 
 @contextlib.contextmanager
@@ -540,10 +614,9 @@ def partial_downloads(weights_dir: Path) -> dict[str, Manifest]:
     """Return the manifests of incomplete downloads by the name of the model's folder; damaged ones are left out."""
     manifests = {}
     for partial in sorted(weights_dir.glob(f".*{_PARTIAL}")):
-        with contextlib.suppress(ModelError):
-            manifest = read_manifest(partial)
-            if manifest is not None:
-                manifests[partial.name.removesuffix(_PARTIAL)[1:]] = manifest
+        manifest = _manifest_of(partial)
+        if manifest is not None:
+            manifests[partial.name.removesuffix(_PARTIAL)[1:]] = manifest
     return manifests
 
 

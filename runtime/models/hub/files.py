@@ -96,7 +96,7 @@ class RemoteFile(BaseModel):
     @property
     def is_weights(self) -> bool:
         """Whether the file holds weights."""
-        return self.path.endswith(".safetensors")
+        return self.path.endswith((".safetensors", ".gguf"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +131,26 @@ def combined(listings: Sequence[Listing], license_name: str, index: Mapping[str,
     Args:
         index: content of `model_index.json`, which no repository has.
     """
-    content = json.dumps(index, indent=2).encode()
-    digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-    index_file = RemoteFile(path=_INDEX, size=len(content), digest=f"git:{digest}")
-    files = sorted((index_file, *(file for listing in listings for file in listing.files)), key=_order)
+    return joined(listings, license_name, {_INDEX: json.dumps(index, indent=2).encode()})
+
+
+def joined(listings: Sequence[Listing], license_name: str, generated: Mapping[str, bytes]) -> Listing:
+    """Return one listing of the files of several, under the first one's name.
+
+    Args:
+        generated: content of the files that no repository has, by path.
+    """
+    generated = {**generated, **{path: data for listing in listings for path, data in listing.generated.items()}}
+    files = [file for listing in listings for file in listing.files if file.path not in generated]
+    for path, content in generated.items():
+        digest = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+        files.append(RemoteFile(path=path, size=len(content), digest=f"git:{digest}"))
     return Listing(
         repository=listings[0].repository,
         commit=listings[0].commit,
         license=license_name,
-        files=tuple(files),
-        generated={_INDEX: content},
+        files=tuple(sorted(files, key=_order)),
+        generated=generated,
     )
 
 
@@ -163,23 +173,36 @@ def read_listing(repository: str, info: "ModelInfo", license_name: str = "", par
             _inside(path)
         except ValueError:  # a repository with such a name is malicious: none of its files is downloaded
             raise DownloadError("hub.path_outside", repository=repository, path=path[:80]) from None
+    if part is not None and part.files:
+        by_path = {place: _file(_published(repository, path, entries)) for place, path in part.files.items()}
+        return Listing(
+            repository=repository, commit=info.sha, license=license_name, files=_of_part(by_path, repository, info.sha)
+        )
     if part is not None:
         entries = {place: sibling for path, sibling in entries.items() if (place := part.place(path))}
     selected = [path for path in entries if (path == _INDEX and part is None) or _is_loaded(path, entries)]
     _check_complete(repository, selected, entries, part)
     by_path = {path: _file(entries[path]) for path in selected}
-    if part is not None:
-        by_path = {
-            path: file.model_copy(
-                update={"path": path, "origin": Origin(repository=repository, commit=info.sha, path=file.path)}
-            )
-            for path, file in by_path.items()
-        }
-    files = sorted(by_path.values(), key=_order)
+    files = list(by_path.values()) if part is None else _of_part(by_path, repository, info.sha)
+    files = sorted(files, key=_order)
     for file in files:
         if not file.is_weights and file.size > MAX_SMALL_FILE_BYTES:
             raise DownloadError("hub.file_too_large", file=file.path, size=file.size)
     return Listing(repository=repository, commit=info.sha, license=license_name or _license(info), files=tuple(files))
+
+
+def _of_part(by_path: Mapping[str, RemoteFile], repository: str, commit: str) -> tuple[RemoteFile, ...]:
+    """Return files of a repository with their places in a model's folder."""
+    return tuple(
+        file.model_copy(update={"path": path, "origin": Origin(repository=repository, commit=commit, path=file.path)})
+        for path, file in by_path.items()
+    )
+
+
+def _published(repository: str, path: str, entries: "Mapping[str, RepoSibling]") -> "RepoSibling":
+    if path not in entries:
+        raise DownloadError("hub.no_file", repository=repository, file=path)
+    return entries[path]
 
 
 def _is_loaded(path: str, paths: Collection[str]) -> bool:

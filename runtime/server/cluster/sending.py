@@ -11,6 +11,7 @@ from runtime.core.loras import LoraUse
 from runtime.core.settings import Settings
 from runtime.engines import manifest
 from runtime.engines.store import EngineStore
+from runtime.models.loras import stated
 from runtime.models.requested import model_for
 from runtime.models.spec import ModelSpec
 from runtime.pipeline.files import stamps
@@ -82,7 +83,7 @@ class Sender:
         except OSError as error:
             raise OutputError("server.cluster_not_sent", error=error.strerror or str(error)) from error
         return Order(
-            record=record,
+            record=record.replace(request=stated(record.request, spec)),
             deaths=store.log.deaths(record.id),
             model=model,
             loras=tuple((_lora_name(use), use.expert) for use in spec.loras),
