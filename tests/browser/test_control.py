@@ -265,6 +265,9 @@ def test_a_mask_is_drawn_on_a_phone_and_by_keys(open_page: OpenPage, steered: Ap
 
 def test_a_drawn_mask_is_changed_and_is_there_after_a_reload(open_page: OpenPage, steered: App, clip: Path) -> None:
     page = open_page(url=steered.url)
+    # This app has no chat model to enhance prompts with.
+    assert page.get_attribute("#enhance", "aria-disabled") == "true"
+    assert "TANDEM_ENHANCER" in page.get_attribute("#enhance", "title")
     drop(page, clip)
     page.click("[data-draw]")
     page.click("#mask-editor label:has([value=box])")

@@ -103,7 +103,7 @@ def test_a_visitor_generates_a_video_within_the_shown_limits(visit: Visit) -> No
     text = page.inner_text("#limits")
     for word in ("visitor", "At most 9 frames, 192×192 and 999 steps", "one video at a time, 20 an hour"):
         assert word in text
-    for absent in ("#tab-engines", "#presets", "#sharing", "#plan-summary", "#get-models", "[data-action]"):
+    for absent in ("#tab-engines", "#presets", "#sharing", "#plan-summary", "#get-models", "#enhance", "[data-action]"):
         assert page.query_selector(absent) is None, absent
     for viewport in (PHONE, DESKTOP):
         page.set_viewport_size(viewport)
