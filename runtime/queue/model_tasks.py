@@ -144,8 +144,8 @@ class ModelTasks:
         check_online(self._settings)
         source, model = source_of(name, None), known_as(name)
         maker = published_preprocessor(source.folder) if source.preprocessor else None
-        known = source.variant or model or maker
-        title = known.title if known else source.repository
+        published = source.variant or model or maker
+        title = published.title if published else source.repository
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:
