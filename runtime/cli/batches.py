@@ -21,7 +21,7 @@ def requests_of(
 
     Args:
         flags: of `generate`, see `request_from_flags`.
-        prompts: a file with a prompt in each line; `None` for the prompt in `flags`.
+        prompts: a file with a prompt in each line; `None` for the prompt of `flags`.
         images_of: a folder with an image for each video; `None` for the one in `flags`.
         grid: see `core.batches.read_axis`.
         out: the file of one video.
@@ -33,7 +33,7 @@ def requests_of(
         InvalidRequestError: for invalid values, or a file or folder that cannot be used.
     """
     axes = [read_axis(text) for text in grid]
-    if prompts is None and "prompt" not in flags:
+    if prompts is None and not {"prompt", "settings_of"} & {*flags}:
         problem = "Missing argument 'PROMPT'."
         raise InvalidRequestError("prompt", "cli.usage", problem=problem, help=f"{program()} generate --help")
     if prompts is None and images_of is None and not axes:

@@ -67,12 +67,25 @@ def request_from_flags(flags: Flags) -> GenerationRequest:
     """Return the request that options describe; fields that are not given keep their defaults.
 
     Args:
-        flags: texts of the options by their names in `OPTIONS`, and "prompt"; `None` for options that are not given.
+        flags: texts of the options by their names in `OPTIONS`, "prompt", and "settings_of", a file whose settings the
+            others replace; `None` for options that are not given.
 
     Raises:
         InvalidRequestError: for an invalid value.
+        OutputError: if the file cannot be read or has no settings.
     """
-    return GenerationRequest.from_mapping({"model": settings.load().model, **fields_from_flags(flags)})
+    file, given = flags.get("settings_of"), {name: text for name, text in flags.items() if name != "settings_of"}
+    fields, stored = fields_from_flags(given), dict[str, Any]()
+    if file is not None:
+        # It reads files with ffmpeg, which few commands need.
+        from runtime.cli.settings_file import settings_of
+
+        stored = settings_of(file)
+        for source in PROMPT_SOURCES if "prompt" in fields else ():
+            stored.pop(source, None)
+        for field in fields:
+            stored.pop(_GIVE_WAY.get(field, ""), None)
+    return GenerationRequest.from_mapping({"model": settings.load().model, **stored, **fields})
 
 
 def fields_from_flags(flags: Flags) -> dict[str, Any]:
@@ -221,23 +234,7 @@ def _takes(
 
 def takes_request(command: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate a command whose first parameter is a `GenerationRequest`: typer sees prompt and options instead."""
-    return _takes([_PROMPT, _SETTINGS_OF, *OPTIONS.values()], _request_from_file_and_flags)(command)
-
-
-def _request_from_file_and_flags(flags: Flags) -> GenerationRequest:
-    file, given = flags["settings_of"], {name: text for name, text in flags.items() if name != "settings_of"}
-    if file is None:
-        return request_from_flags(given)
-    # It reads files with ffmpeg, which few commands need.
-    from runtime.cli.settings_file import settings_of
-
-    fields = fields_from_flags(given)
-    stored = settings_of(file)
-    for source in PROMPT_SOURCES if "prompt" in fields else ():
-        stored.pop(source, None)
-    for field in fields:
-        stored.pop(_GIVE_WAY.get(field, ""), None)
-    return GenerationRequest.from_mapping({"model": settings.load().model, **stored, **fields})
+    return _takes([_PROMPT, _SETTINGS_OF, *OPTIONS.values()], request_from_flags)(command)
 
 
 def takes_request_or_list(command: Callable[..., Result]) -> Callable[..., Result]:
@@ -246,7 +243,8 @@ def takes_request_or_list(command: Callable[..., Result]) -> Callable[..., Resul
     The mapping contains what was given, for `request_from_flags`.
     """
     prompt = typer.Argument(metavar="[PROMPT]", help=FIELDS["prompt"].help, show_default=False)
-    return _takes([_parameter("prompt", Annotated[str | None, prompt]), *OPTIONS.values()], _given)(command)
+    first = _parameter("prompt", Annotated[str | None, prompt])
+    return _takes([first, _SETTINGS_OF, *OPTIONS.values()], _given)(command)
 
 
 def takes_options(*names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:

@@ -198,8 +198,7 @@ def _run_all(
     """Run jobs of a batch that wait, until one is cancelled; write its contact sheet, and return the exit code."""
     batch, code, saved = jobs[0].batch, exit_codes.DONE, dict[str, VideoSaved]()
     hint = "" if store.temporary else f" To continue: `{program()} jobs resume {jobs[0].id} --all`"
-    on_done = environment.settings.on_done
-    command = DoneCommand(store, on_done) if on_done else None
+    command = DoneCommand(store, environment.settings.on_done)
     with Instance(store.path) as instance, _Loaded(environment) as loaded:
         for number, job in enumerate(jobs, 1):
             terminal.line(f"Video {number} of {len(jobs)}: {cut(job.prompt, _PROMPT_SHOWN)}")
@@ -342,8 +341,7 @@ def _run(
     as_json: bool,
 ) -> int:
     hint = _resume_hint(record, store)
-    on_done = environment.settings.on_done
-    command = DoneCommand(store, on_done) if on_done else None
+    command = DoneCommand(store, environment.settings.on_done)
     with _Loaded(environment) as loaded:
         outcome, components = _make(environment, store, record, plan, loaded, hint)
         warned = _with_warnings({record.id: outcome} if isinstance(outcome, VideoSaved) else {}, command)
@@ -414,9 +412,9 @@ def _make(
     return run.outcome, components
 
 
-def _with_warnings(saved: Mapping[str, VideoSaved], command: DoneCommand | None) -> dict[str, VideoSaved]:
+def _with_warnings(saved: Mapping[str, VideoSaved], command: DoneCommand) -> dict[str, VideoSaved]:
     """Wait for the owner's commands, print why some have failed, and return the videos with these warnings by job."""
-    failures = {} if command is None else command.wait()
+    failures = command.wait()
     for failure in failures.values():
         terminal.warning(str(failure))
     return {job: end.with_warning(failures[job]) if job in failures else end for job, end in saved.items()}

@@ -187,12 +187,12 @@ class DistilledLoras(NamedTuple):
 
     def shift(self, lora: Path) -> float | None:
         """Return the shift with which a LoRA was distilled, if its name identifies its author."""
-        return _first(self.shifts, lora.stem) or _first(self.shifts, lora.parent.name)
+        return _first(self.shifts, lora.stem, lora.parent.name)
 
     def noise_levels(self, lora: Path) -> tuple[float, ...]:
         """Return the noise levels of a LoRA whose steps each add new noise; empty for others."""
-        return _first(self.levels, lora.stem) or _first(self.levels, lora.parent.name) or ()
+        return _first(self.levels, lora.stem, lora.parent.name) or ()
 
 
-def _first(values: Mapping[re.Pattern[str], Value], text: str) -> Value | None:
-    return next((value for pattern, value in values.items() if pattern.search(text)), None)
+def _first(values: Mapping[re.Pattern[str], Value], *texts: str) -> Value | None:
+    return next((value for text in texts for pattern, value in values.items() if pattern.search(text)), None)

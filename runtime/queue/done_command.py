@@ -35,7 +35,8 @@ class DoneCommand:
 
     Args:
         store: its videos; the command is called from now on.
-        command: program and arguments. The path of a finished MP4 is the last argument; no shell reads any.
+        command: program and arguments. The path of a finished MP4 is the last argument; no shell reads any. Empty runs
+            none.
         limit_seconds: see `LIMIT_SECONDS`.
     """
 
@@ -46,7 +47,8 @@ class DoneCommand:
         self._places = threading.BoundedSemaphore(_AT_ONCE)
         self._threads: list[threading.Thread] = []
         self._failures: dict[str, Fact] = {}
-        store.log.on_end = self._start
+        if command:
+            store.log.on_end = self._start
 
     def wait(self) -> Mapping[str, Fact]:
         """Wait for the commands that run; return by job id why some have failed."""

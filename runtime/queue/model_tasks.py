@@ -145,8 +145,8 @@ class ModelTasks:
         check_online(self._settings)
         source = source_of(name, None)
         other = published_preprocessor(source.folder) or published_enhancer(source.folder)
-        known = source.variant or known_as(name) or other
-        title = source.repository if known is None else known.title
+        published = source.variant or known_as(name) or other
+        title = published.title if published else source.repository
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 
     def _add(self, task: ModelTask) -> ModelTask:

@@ -142,8 +142,7 @@ class Worker:
         self._registry = WorkerRegistry(store.database)
         self._replanner = JobReplanner(config.weights_dir, config.engines, config.history, builds_later=True)
         self._poller = ControlPoller(store)
-        if config.on_done:
-            DoneCommand(store, config.on_done)
+        DoneCommand(store, config.on_done)
         self._residency: Residency | None = None
         self._exit = ExitStack()
         self._stopping = threading.Event()

@@ -194,8 +194,7 @@ def open_queue(settings: Settings, *, cluster: bool = False) -> tuple[JobQueue, 
         print_line(f"Note: {store.notice}")
     if store.problem is not None:
         print_line(f"Note: Jobs are not stored. {' '.join(render(store.problem))}")
-    if settings.on_done:  # workers run it themselves, and this process for theirs that die
-        DoneCommand(store, settings.on_done)
+    DoneCommand(store, settings.on_done)  # workers run it themselves, and this process for theirs that die
     cancel_orphaned(store)
     history = HistoryFile(settings.cache_dir, engines.machine)
     worker = JobQueue(settings.weights_dir, settings.outputs_dir, engines, history, store)

@@ -323,7 +323,7 @@ class ModelsPanel:
         }
 
     def _variant_button(self, spec: ModelSpec, candidate: Candidate, *, best: bool = False) -> _VariantButton:
-        size = byte_size(candidate.bytes) if candidate.is_exact else f"up to {byte_size(candidate.bytes)}"
+        size = _size_text(candidate.bytes, is_exact=candidate.is_exact)
         kind = page_text(candidate.title).what.rstrip(".") if isinstance(candidate.title, Fact) else candidate.title
         title = f"Get the variant for this machine ({size})" if best else f"{kind} ({size})"
         short = self._disk_short(candidate.bytes, is_exact=candidate.is_exact)
@@ -389,7 +389,7 @@ class ModelsPanel:
         task, begun = self._tasks.of(folder), partial_bytes(self._weights_dir, folder)
         exact = published_bytes(spec) if task is None or task.plan is None else task.plan.listing.total_bytes
         size = exact or download_bytes(spec)
-        size_text = byte_size(size) if exact else f"up to {byte_size(size)}"
+        size_text = _size_text(size, is_exact=bool(exact))
         received = [("Received", byte_size(begun))] if begun else []
         short = self._disk_short(size - begun, is_exact=bool(exact))
         transfer = self._transfer(task, begun)
@@ -547,6 +547,10 @@ def _progress(task: ModelTask | None) -> dict[str, Any]:
 
 def _advice(fact: Fact | None) -> str:
     return "" if fact is None else paragraph(fact)
+
+
+def _size_text(count: int, *, is_exact: bool) -> str:
+    return byte_size(count) if is_exact else f"up to {byte_size(count)}"
 
 
 def _clause(short: Fact | None) -> str:

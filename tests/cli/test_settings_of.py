@@ -43,6 +43,10 @@ def test_options_take_precedence(
     request = json.loads(capsys.readouterr().out.splitlines()[-1])["request"]
     assert (request["prompt"], request["seed"]) == (settings_of_others.prompt_in("framepack.png"), 1234)
     assert (request["steps"], request["width"], request["frames"], request["seconds"]) == (25, 32, 5, "auto")
+    videos = ["--steps", "1", "--guidance", "1", "--fps", "8", "--grid", "seed=1,2"]
+    assert run(["generate", "--settings-of", str(files["framepack.png"]), *flags, *videos]) == 0
+    made = [video["request"] for video in json.loads(capsys.readouterr().out.splitlines()[-1])["videos"]]
+    assert [(one["prompt"], one["seed"]) for one in made] == [(request["prompt"], 1), (request["prompt"], 2)]
     # Its LoRAs are not here.
     arguments = ["plan", "another prompt", "--settings-of", str(files["comfyui.png"]), "--model", flags[1]]
     assert refused(arguments, capsys, began=True).code == "lora.unknown"
