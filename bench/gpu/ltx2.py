@@ -433,6 +433,11 @@ def clip_size(bench: LtxBench) -> dict[str, int]:
     return {"width": width, "height": height, "frames": frames}
 
 
+def kinds_of(bench: LtxBench) -> dict[str, tuple[int, float]]:
+    """Return steps and guidance scales of the kinds of clips that were asked for."""
+    return {kind: CLIP_KINDS[kind] for kind in bench.arguments.kinds.split(",")}
+
+
 def by_tandem(bench: LtxBench, folder: Path, name: str, fields: dict[str, Any], card: float | None = None) -> None:
     """Measure clips as jobs of one process; on a smaller card one clip without guidance.
 
@@ -440,7 +445,9 @@ def by_tandem(bench: LtxBench, folder: Path, name: str, fields: dict[str, Any], 
         card: GiB of the card.
     """
     spec, machine = read_spec(folder, folder.name), on_card(probe(), card)
-    kinds, repeats = (CLIP_KINDS, bench.arguments.repeats) if card is None else ({DISTILLED: CLIP_KINDS[DISTILLED]}, 1)
+    kinds, repeats = (
+        (kinds_of(bench), bench.arguments.repeats) if card is None else ({DISTILLED: CLIP_KINDS[DISTILLED]}, 1)
+    )
     cache = HOME / f"ltx-2-{name}"
     shutil.rmtree(cache, ignore_errors=True)
     cache.mkdir()
@@ -502,7 +509,7 @@ def by_pipeline(bench: LtxBench, folder: Path) -> None:
     spec, size = read_spec(folder, folder.name), clip_size(bench)
     assert spec.sound_latents is not None
     guidance = spec.sound_latents.guidance
-    for kind, (steps, scale) in CLIP_KINDS.items():
+    for kind, (steps, scale) in kinds_of(bench).items():
         # As in Tandem, a scale of 1 turns all guidance off.
         off = {"stg_scale": 0.0, "modality_scale": 1.0}
         extra: dict[str, Any] = off | {f"audio_{name}": value for name, value in off.items()}
@@ -554,6 +561,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--profile", action="store_true", help="of each pass, about 5 s more")
     parser.add_argument("--repeats", type=int, default=2, help="clips of each kind")
+    parser.add_argument("--kinds", default=",".join(CLIP_KINDS), help="of clips")
     parser.add_argument("--keep", action="store_true", help="keep the folder of clips, or use one that was kept")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true")

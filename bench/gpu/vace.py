@@ -22,7 +22,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,11 @@ CLIPS: dict[str, dict[str, Any] | None] = {
 
 
 class VaceBench(Bench):
-    """Device, time limit and report of a run."""
+    """Device, time limit and report of a run, and VACE's transformer with seeded inputs."""
+
+    model: str = MODEL
+    tiny: Mapping[str, Any] = TINY_VACE
+    transformer: Callable[..., Any] = WanVACETransformer3DModel
 
     def say(self, **found: Any) -> None:
         """Print a measurement and append it to vace.jsonl."""
@@ -112,8 +117,62 @@ class VaceBench(Bench):
     @property
     def config(self) -> dict[str, Any]:
         """The transformer's configuration."""
-        (published,) = (model.configs["transformer"] for model in published_models("wan") if model.name == MODEL)
-        return {**published, **(TINY | TINY_VACE if self.arguments.tiny else {})}
+        (published,) = (model.configs["transformer"] for model in published_models("wan") if model.name == self.model)
+        return {**published, **({**TINY, **self.tiny} if self.arguments.tiny else {})}
+
+    def complete(self, module: Any) -> None:
+        """Compute the buffers of a module whose weights are random."""
+        width = self.config["attention_head_dim"]
+        module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(self.device)
+
+    def noise(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        """Return seeded noise in float32."""
+        return torch.randn(shape, device=self.device, generator=generator)
+
+    def given(self) -> tuple[torch.Tensor, ...]:
+        """Return seeded latents, a timestep, a text, and the control branch's latents."""
+        config, generator = self.config, torch.Generator(self.device).manual_seed(1)
+        latents, control = (
+            self.noise(generator, 1, config[key], *self.grid) for key in ("in_channels", "vace_in_channels")
+        )
+        text = self.noise(generator, 1, TEXT_TOKENS, config["text_dim"]).to(self.dtype)
+        return latents, torch.tensor(500.0, device=self.device), text, control
+
+    def by_module(self, module: Any, dtype: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return diffusers' forward pass."""
+        latents, timestep, text, control = inputs
+        predicted: torch.Tensor = module(
+            latents.to(dtype),
+            timestep.reshape(1),
+            text.to(dtype),
+            control_hidden_states=control.to(dtype),
+            control_hidden_states_scale=torch.ones(len(module.vace_blocks), device=latents.device, dtype=dtype),
+            return_dict=False,
+        )[0]
+        return predicted
+
+    def by_denoiser(self, denoiser: PyTorchDenoiser, *inputs: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return Tandem's forward pass."""
+        latents, timestep, text, control = inputs
+        denoiser.steer((1.0,) * len(denoiser._module.vace_blocks))
+        return partial(denoiser, torch.cat([latents, control], dim=1), timestep, text)
+
+    @contextmanager
+    def first(self, module: Any, count: int) -> Iterator[None]:
+        """Leave a transformer its first blocks and their control blocks, while entered."""
+        before = module.blocks, module.vace_blocks, list(module.config.vace_layers)
+        layers = [layer for layer in before[2] if layer < count]
+        try:
+            module.blocks, module.vace_blocks = module.blocks[:count], module.vace_blocks[: len(layers)]
+            module.register_to_config(vace_layers=layers)
+            yield
+        finally:
+            module.blocks, module.vace_blocks = before[:2]
+            module.register_to_config(vace_layers=before[2])
+
+    def more_blocks(self, module: Any) -> list[Any]:
+        """Return what is quantized and compiled besides the blocks."""
+        return list(module.vace_blocks)
 
 
 def passes(bench: VaceBench) -> None:
@@ -123,21 +182,22 @@ def passes(bench: VaceBench) -> None:
     by_diffusers = [name for name in ("diffusers", COMPILED) if name in asked]
     exact = [name for name, (_, linears) in VARIANTS.items() if name in asked and not linears]
     rounded = [name for name, (_, linears) in VARIANTS.items() if name in asked and linears == FP8]
-    make = partial(WanVACETransformer3DModel, **bench.config)
+    make = partial(bench.transformer, **bench.config)
     wanted: torch.Tensor | None = None
     for names in (by_diffusers, exact, rounded):
         if not names:
             continue
         with bench.trying(part="passes", variant=",".join(names)), torch.no_grad():
             module = random_module(bench.device, make, bench.dtype)
-            width = bench.config["attention_head_dim"]
-            module.rope = type(module.rope)(width, (1, 2, 2), 1024).to(bench.device)
+            bench.complete(module)
             bench.say(part="weights", parameters=sum(parameter.numel() for parameter in module.parameters()))
             if wanted is None and bench.arguments.reference_blocks:
                 wanted = reference(bench, module)
             if names is rounded:
                 quantize(module)
-                quantize_control(module)
+                holder = torch.nn.Module()
+                holder.blocks = torch.nn.ModuleList(bench.more_blocks(module))
+                quantize(holder)
             for name in names:
                 with bench.trying(part="passes", variant=name):
                     variant(bench, module, name, wanted)
@@ -145,69 +205,15 @@ def passes(bench: VaceBench) -> None:
             del module
 
 
-def quantize_control(module: Any) -> None:
-    """Quantize the control blocks as a job does."""
-    holder = torch.nn.Module()
-    holder.blocks = module.vace_blocks
-    quantize(holder)
-
-
-def given(bench: VaceBench) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return seeded latents, the control branch's latents, a timestep and a text."""
-    config, generator = bench.config, torch.Generator(bench.device).manual_seed(1)
-
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=bench.device, generator=generator)
-
-    latents, control = (noise(1, config[key], *bench.grid) for key in ("in_channels", "vace_in_channels"))
-    text = noise(1, TEXT_TOKENS, config["text_dim"]).to(bench.dtype)
-    return latents, control, torch.tensor(500.0, device=bench.device), text
-
-
-def by_module(module: Any, dtype: torch.dtype, *inputs: torch.Tensor) -> torch.Tensor:
-    """Return diffusers' forward pass."""
-    latents, control, timestep, text = inputs
-    scales = torch.ones(len(module.vace_blocks), device=latents.device, dtype=dtype)
-    predicted: torch.Tensor = module(
-        latents.to(dtype),
-        timestep.reshape(1),
-        text.to(dtype),
-        control_hidden_states=control.to(dtype),
-        control_hidden_states_scale=scales,
-        return_dict=False,
-    )[0]
-    return predicted
-
-
-class First:
-    """Leaves a transformer its first blocks and their control blocks, while entered."""
-
-    def __init__(self, module: Any, count: int) -> None:
-        self._module, self._count = module, count
-
-    def __enter__(self) -> None:
-        module, count = self._module, self._count
-        self._all = module.blocks, module.vace_blocks, list(module.config.vace_layers)
-        layers = [layer for layer in self._all[2] if layer < count]
-        self._set(module.blocks[:count], module.vace_blocks[: len(layers)], layers)
-
-    def __exit__(self, *_: object) -> None:
-        self._set(*self._all)
-
-    def _set(self, blocks: Any, control: Any, layers: list[int]) -> None:
-        self._module.blocks, self._module.vace_blocks = blocks, control
-        self._module.register_to_config(vace_layers=layers)
-
-
 def reference(bench: VaceBench, module: Any) -> torch.Tensor:
     """Return diffusers' result in float32 over the first blocks."""
-    with First(module, bench.arguments.reference_blocks), full_float32(torch.device(bench.device)):
-        return by_module(copy.deepcopy(module).float(), torch.float32, *given(bench))
+    with bench.first(module, bench.arguments.reference_blocks), full_float32(torch.device(bench.device)):
+        return bench.by_module(copy.deepcopy(module).float(), torch.float32, *bench.given())
 
 
 def variant(bench: VaceBench, module: Any, name: str, wanted: torch.Tensor | None) -> None:
     """Measure one variant."""
-    latents, control, timestep, text = given(bench)
+    inputs = bench.given()
     width = bench.config["attention_head_dim"]
 
     def again() -> None:
@@ -219,23 +225,22 @@ def variant(bench: VaceBench, module: Any, name: str, wanted: torch.Tensor | Non
         denoiser = PyTorchDenoiser(module)
         again = partial(denoiser.compute, speed, raise_if_degraded)
         again()
-        denoiser.steer((1.0,) * len(module.vace_blocks))
-        run: Callable[[], torch.Tensor] = partial(denoiser, torch.cat([latents, control], dim=1), timestep, text)
+        run = bench.by_denoiser(denoiser, *inputs)
     else:
         if name == COMPILED:
-            for block in (*module.blocks, *module.vace_blocks):
+            for block in (*module.blocks, *bench.more_blocks(module)):
                 block.compile(fullgraph=True)
-        run = partial(by_module, module, bench.dtype, latents, control, timestep, text)
+        run = partial(bench.by_module, module, bench.dtype, *inputs)
     started = time.perf_counter()
     run()
     bench.wait()
     first = round(time.perf_counter() - started, 2)
     run()
     found = bench.median(run, 3)
-    operations = look_up(MODEL, Path("none")).transformer.forward_flops(bench.tokens, TEXT_TOKENS)
+    operations = look_up(bench.model, Path("none")).transformer.forward_flops(bench.tokens, TEXT_TOKENS)
     error = None
     if wanted is not None:
-        with First(module, bench.arguments.reference_blocks):
+        with bench.first(module, bench.arguments.reference_blocks):
             again()
             error = float(f"{relative_error(run().float(), wanted):.3g}")
         again()
@@ -243,7 +248,7 @@ def variant(bench: VaceBench, module: Any, name: str, wanted: torch.Tensor | Non
     tera = round(operations / found["seconds"] / 1e12, 1)
     bench.say(**what, first=first, **found, floor=round(operations / PEAK, 3), tera=tera, error=error)
     if bench.arguments.profile:
-        profile(bench, f"vace-{name}", run, what)
+        profile(bench, f"{bench.model}-{name}", run, what)
 
 
 def frames_of(bench: VaceBench) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +269,7 @@ def encoding(bench: VaceBench) -> None:
     video, mask = frames_of(bench)
     frames, height, width = bench.clip
     spec = look_up(MODEL, Path("none"))
-    clips = {"control": None, "control and mask": mask}
+    clips = {"control and mask": mask, "control": None}
 
     def by_pipeline(pipeline: Any, pixels: torch.Tensor, changes: torch.Tensor) -> torch.Tensor:
         latents = pipeline.prepare_video_latents(pixels, changes, [[]], None, bench.device)
