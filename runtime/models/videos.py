@@ -185,7 +185,8 @@ def find_picture(
     reference = parse_reference(file)
     path = named_file(file)[0] if reference is None else images_dir(cache_dir or Path()) / reference.digest
     if _is_image(path):
-        return find_image(file, field, cache_dir, keep=keep, check=check)
+        with _unless_animated():
+            return find_image(file, field, cache_dir, keep=keep, check=check)
     return find_video(file, cache_dir, fps, most, field=field, keep=keep, check=check, start=start)
 
 
@@ -194,8 +195,19 @@ def keep_picture(
 ) -> ImageUse | VideoUse:
     """Check the content of an image's or a video's file, and keep it; see `keep_video`."""
     if announced_format(data) in _STILL:
-        return keep_image(data, name, field, cache_dir, check=check)
+        with _unless_animated():
+            return keep_image(data, name, field, cache_dir, check=check)
     return keep_video(data, name, cache_dir, field=field, check=check)
+
+
+@contextlib.contextmanager
+def _unless_animated() -> Iterator[None]:
+    """Ignore that a picture is animated: it is a video then."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if error.code != "image.animated":
+            raise
 
 
 def _is_image(path: Path) -> bool:

@@ -191,6 +191,16 @@ def test_an_image_as_a_mask_holds_for_all_frames_and_is_fitted_as_the_video(tiny
     assert identity({}, plans["crop"]) != identity({}, planned(tiny("wan2.1-vace"), tmp_path, "control", "still").plan)
 
 
+def test_an_animated_picture_as_a_mask_is_a_video(tiny: Tiny, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (64, 32), (shade,) * 3) for shade in (255, 0, 255, 0, 255, 0, 255, 0, 255)]
+    path = tmp_path / "mask.webp"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=125, lossless=True)
+    plan = planned(tiny("wan2.1-vace"), tmp_path, "control", mask=str(path)).plan
+    assert isinstance(plan.mask, VideoUse)
+    mask = control_clip(plan).mask
+    assert mask is not None and len(mask.flatten(1).max(dim=1).values.unique()) == 2
+
+
 def test_frames_one_by_one_are_those_of_the_job(tiny: Tiny, tmp_path: Path) -> None:
     """The page shows them, and compares videos with them."""
     spec, still = tiny("wan2.1-vace"), tmp_path / "still.png"
