@@ -2,16 +2,21 @@
 
 Formats: see `models.stored_weights`. LoRAs are kept as their factors and added to the dequantized weight, so that
 it is not quantized again.
+
+Layers in INT8 and W4A8 may be multiplied by the kernels of the package `comfy-kitchen` instead, see `use_int8_kernels`.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
 
+from runtime.core.errors import ran_out
 from runtime.models.stored_weights import (
     COMFY_NVFP4,
     FP8_STORED,
@@ -28,6 +33,8 @@ from runtime.models.stored_weights import (
 )
 from runtime.models.tensor_stream import DTYPES, MappedFiles, read_tensors
 
+# Formats whose kernels multiply whole numbers of 8 bits.
+INT8_KINDS = frozenset({INT8, W4A8})
 # The values of four bits: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -53,6 +60,7 @@ class PackedLinear(nn.Linear):
         for number, scale in enumerate(scales):
             self.register_buffer(f"scale_{number}", scale)
         self._scales = len(scales)
+        self._kernels: _Int8Kernels | None = None
         self._added: list[tuple[float, tuple[str, ...], Callable[..., torch.Tensor]]] = []
 
     def add(
@@ -67,10 +75,14 @@ class PackedLinear(nn.Linear):
             self.register_buffer(f"added_{number}_{name}", tensor.to(self.weight.device))
         self._added.append((strength, tuple(tensors), change))
 
+    @property
+    def scales(self) -> list[torch.Tensor]:
+        """What the file stores with the data; see `models.stored_weights`."""
+        return [getattr(self, f"scale_{number}") for number in range(self._scales)]
+
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight (out, in)."""
-        scales = [getattr(self, f"scale_{number}") for number in range(self._scales)]
-        weight = dequantize(self.kind, self.weight, scales, dtype, self.rotated)
+        weight = dequantize(self.kind, self.weight, self.scales, dtype, self.rotated)
         if not self._added:
             return weight.to(dtype)
         before = total = weight.float()
@@ -80,7 +92,109 @@ class PackedLinear(nn.Linear):
         return total.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None and not self._added and x.is_cuda:
+            product = self._kernels.product(self, x)
+            if product is not None:
+                return product
         return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
+
+
+class _Int8Kernels:
+    """The kernels of a module's layers until they fail once.
+
+    Args:
+        on_failed: called with the error.
+    """
+
+    def __init__(self, on_failed: Callable[[Exception], None] | None) -> None:
+        self._on_failed = on_failed
+        self._failed = False
+
+    def product(self, layer: PackedLinear, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the layer's result; `None` if the kernels fail.
+
+        Raises:
+            Exception: if memory runs out.
+        """
+        if self._failed:
+            return None
+        try:
+            product: torch.Tensor = int8_linear(layer.kind, x, layer.weight, layer.scales, layer.bias, layer.rotated)
+        except Exception as error:
+            if ran_out(error) is not None:
+                raise
+            self._failed = True
+            if self._on_failed is not None:
+                self._on_failed(error)
+            return None
+        return product
+
+
+def use_int8_kernels(module: nn.Module, *, used: bool, on_failed: Callable[[Exception], None] | None = None) -> None:
+    """Let layers in INT8 and W4A8 on a GPU be multiplied by comfy-kitchen's kernels, or dequantized at each call again.
+
+    The kernels round the rows of a layer's input to 8 bits, as ComfyUI does with such files. Layers with LoRAs are
+    dequantized.
+
+    Args:
+        on_failed: called with the first error of the kernels; all layers are dequantized from then on.
+    """
+    kernels = _Int8Kernels(on_failed) if used else None
+    for layer in module.modules():
+        if isinstance(layer, PackedLinear) and layer.kind in INT8_KINDS:
+            layer._kernels = kernels
+
+
+# A custom operator, so that a compiled block calls it without a graph break.
+@torch.library.custom_op("tandem::int8_linear", mutates_args=())
+def int8_linear(
+    kind: str,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    rotated: int,
+) -> torch.Tensor:
+    """Return the result of a layer in INT8 or W4A8, (…, out), in the dtype of `x`, by comfy-kitchen.
+
+    Args:
+        x: (…, in), 16 or 32 bits; its rows are rounded to 8 bits.
+        data, scales: see `read_weights`.
+        rotated: see `StoredWeight`.
+    """
+    package: Any = import_module("comfy_kitchen")
+    if kind == INT8:
+        (scale,) = scales
+        how = {"convrot": True, "convrot_groupsize": rotated} if rotated else {}
+        product: torch.Tensor = package.int8_linear(x, data, scale, bias, out_dtype=x.dtype, **how)
+        return product
+    groups, per_row, *table = scales
+    rows, columns = data.shape[0], data.shape[1] * 2
+    groups = groups.reshape(rows, -1)
+    product = package.w4a8_int8_linear(
+        x,
+        data,
+        groups,
+        per_row.reshape(rows),
+        table[0].reshape(-1) if table else None,
+        bias=bias,
+        group_size=columns // groups.shape[1],
+        convrot_groupsize=rotated,
+        out_dtype=x.dtype,
+    )
+    return product
+
+
+@int8_linear.register_fake
+def _(
+    kind: str,
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    rotated: int,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], data.shape[0]))
 
 
 def read_weights(
