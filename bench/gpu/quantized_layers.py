@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bench.gpu import results
+from runtime.core.facts import Fact
 from runtime.models import packed_layers
 from runtime.models.packed_layers import PackedLinear
 from runtime.models.quantization import fp8_weight, install_fp8_linear
@@ -58,7 +59,7 @@ def packed(weight: torch.Tensor, name: str) -> PackedLinear:
     from comfy_kitchen.tensor import QuantizedTensor
 
     layout, stated, how = FORMATS[name]
-    file = QuantizedTensor.from_float(weight.float(), layout, **how).state_dict("layer.weight")
+    file = QuantizedTensor.from_float(weight, layout, **how).state_dict("layer.weight")
     blob = torch.tensor(list(json.dumps(stated).encode()), dtype=torch.uint8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "layer.safetensors"
@@ -90,8 +91,8 @@ def with_kernels(weight: torch.Tensor, name: str) -> nn.Module:
     """Return a quantized layer that comfy-kitchen's kernels multiply."""
     layer = packed(weight, name)
 
-    def failed(error: Exception) -> None:
-        raise error
+    def failed(reason: Fact) -> None:
+        raise RuntimeError(str(reason))
 
     packed_layers.use_int8_kernels(layer, used=True, on_failed=failed)
     return layer
@@ -147,7 +148,7 @@ def measure(device: str, name: str, make: Callable[[torch.Tensor], nn.Module], *
     results.say("quantized_layers.jsonl", variant=name, ms=found, weights=weights, peak=peak, error=error)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -238,6 +238,9 @@ class Speed(FrozenModel):
         channels_last: whether the VAE's activations are in channels-last layout.
         vae_kernels: whether Triton kernels compute the VAE's operations between convolutions, and some of these. They
             are compiled at the first use.
+        int8_kernels: whether kernels multiply the transformers' layers that files store in INT8 or W4A8, and round
+            their input to 8 bits; otherwise they are dequantized at each call.
+        int8_reason: why; `None` for models without such layers.
     """
 
     attention: str = "native"
@@ -254,6 +257,8 @@ class Speed(FrozenModel):
     fused: bool = False
     channels_last: bool = False
     vae_kernels: bool = False
+    int8_kernels: bool = False
+    int8_reason: Fact | None = None
 
     def compiles(self, component: str) -> bool:
         """Whether code of a component in PyTorch is compiled: a transformer's blocks, or kernels of the VAE."""
@@ -261,7 +266,8 @@ class Speed(FrozenModel):
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON types, with the reasons as text."""
-        reasons = {"attention_reason": self.attention_reason, "compiled_reason": self.compiled_reason}
+        names = ("attention_reason", "compiled_reason", "int8_reason")
+        reasons: dict[str, Fact | None] = {name: getattr(self, name) for name in names}
         return self.model_dump(mode="json") | {name: str(fact or "") for name, fact in reasons.items()}
 
     @property
@@ -274,6 +280,7 @@ class Speed(FrozenModel):
             Fact("planner.paired") if self.paired else None,
             Fact("planner.graphed") if self.graphed else None,
             Fact("planner.vae_kernels") if self.vae_kernels else None,
+            self.int8_reason,
         )
         return tuple(fact for fact in facts if fact is not None)
 

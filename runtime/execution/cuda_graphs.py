@@ -12,7 +12,7 @@ from runtime.core.facts import Fact
 from runtime.execution.compilation import OnDegraded
 from runtime.upstream.torch import RECORDING, recording_stream
 
-# Calls before the first recording, in which libraries select kernels and allocate workspaces, and before later ones.
+# Calls before a GPU's first recording, in which libraries select kernels and allocate workspaces, and before others.
 _WARM_UP_CALLS, _LATER_WARM_UP_CALLS = 2, 1
 # Graphs that are kept: of a prompt and a negative prompt.
 _KEPT = 2
@@ -87,7 +87,6 @@ class CudaGraphRunner:
             timestep,
             lambda: state,
             options,
-            _LATER_WARM_UP_CALLS if before else _WARM_UP_CALLS,
             before[0].pool if before and self._shares_memory else None,
             copies=self._shares_memory,
         )
@@ -97,6 +96,7 @@ class CudaGraphRunner:
         self._recorded.clear()
 
 
+_RECORDED_ON: set[torch.device] = set()
 # Always the same for a GPU: libraries keep a workspace per stream.
 _recording_stream = cache(recording_stream)
 
@@ -107,7 +107,6 @@ class _Recorded:
     Args:
         function, text, options: see `CudaGraphRunner`.
         latents, timestep: of the first replay.
-        warm_up_calls: before recording, at least one.
         pool: memory of another graph, which this one overwrites; `None` for memory of its own.
         copies: whether results are copied.
     """
@@ -119,7 +118,6 @@ class _Recorded:
         timestep: torch.Tensor,
         text: Callable[[], Any],
         options: tuple[Hashable, ...],
-        warm_up_calls: int,
         pool: Any,
         *,
         copies: bool,
@@ -130,7 +128,7 @@ class _Recorded:
             stream, current = _recording_stream(latents.device), torch.cuda.current_stream(latents.device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                for _ in range(warm_up_calls):
+                for _ in range(_LATER_WARM_UP_CALLS if latents.device in _RECORDED_ON else _WARM_UP_CALLS):
                     first = function(self._latents, self._timestep, text, *options)
             current.wait_stream(stream)
             first.record_stream(current)
@@ -140,6 +138,7 @@ class _Recorded:
             # any other would record nothing. Other threads may use other GPUs meanwhile.
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._output = function(self._latents, self._timestep, text, *options)
+        _RECORDED_ON.add(latents.device)
 
     @property
     def pool(self) -> Any:

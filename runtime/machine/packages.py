@@ -102,7 +102,7 @@ PACKAGES = (
         "nvidia-cudnn-frontend", "cuDNN frontend", ("nvidia-cudnn-frontend",), "cudnn", "attention in FP8",
     ),
     Package("sageattention", "SageAttention", ("sageattention",), "sageattention", "faster attention by it"),
-    Package("comfy-kitchen", "Comfy Kitchen", ("comfy-kitchen",), "comfy_kitchen", "sparse attention"),
+    Package("comfy-kitchen", "Comfy Kitchen", ("comfy-kitchen",), "comfy_kitchen", "sparse attention, INT8"),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ it is not quantized again.
 Layers in INT8 and W4A8 may be multiplied by the kernels of the package `comfy-kitchen` instead, see `use_int8_kernels`.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime.core.errors import ran_out
+from runtime.core.errors import first_line, ran_out
+from runtime.core.facts import Fact
 from runtime.models.stored_weights import (
     COMFY_NVFP4,
     FP8_STORED,
     INT8,
+    INT8_KINDS,
     MXFP8,
     MXFP8_BLOCK,
     NVFP4,
@@ -33,8 +36,8 @@ from runtime.models.stored_weights import (
 )
 from runtime.models.tensor_stream import DTYPES, MappedFiles, read_tensors
 
-# Formats whose kernels multiply whole numbers of 8 bits.
-INT8_KINDS = frozenset({INT8, W4A8})
+logger = logging.getLogger(__name__)
+
 # The values of four bits: a sign, two bits of exponent, one of mantissa.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -92,21 +95,20 @@ class PackedLinear(nn.Linear):
         return total.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._kernels is not None and not self._added and x.is_cuda:
+        product = None
+        if self._kernels is not None and not self._added:
             product = self._kernels.product(self, x)
-            if product is not None:
-                return product
-        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias)
+        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias) if product is None else product
 
 
 class _Int8Kernels:
     """The kernels of a module's layers until they fail once.
 
     Args:
-        on_failed: called with the error.
+        on_failed: called with the reason.
     """
 
-    def __init__(self, on_failed: Callable[[Exception], None] | None) -> None:
+    def __init__(self, on_failed: Callable[[Fact], None] | None) -> None:
         self._on_failed = on_failed
         self._failed = False
 
@@ -123,21 +125,24 @@ class _Int8Kernels:
         except Exception as error:
             if ran_out(error) is not None:
                 raise
+            logger.warning("A layer in INT8 failed", exc_info=error)
             self._failed = True
             if self._on_failed is not None:
-                self._on_failed(error)
+                self._on_failed(
+                    Fact("execution.int8_failed", {"error": f"{type(error).__name__}: {first_line(error)}"})
+                )
             return None
         return product
 
 
-def use_int8_kernels(module: nn.Module, *, used: bool, on_failed: Callable[[Exception], None] | None = None) -> None:
-    """Let layers in INT8 and W4A8 on a GPU be multiplied by comfy-kitchen's kernels, or dequantized at each call again.
+def use_int8_kernels(module: nn.Module, *, used: bool, on_failed: Callable[[Fact], None] | None = None) -> None:
+    """Let layers in INT8 and W4A8 be multiplied by comfy-kitchen's kernels, or dequantized at each call again.
 
     The kernels round the rows of a layer's input to 8 bits, as ComfyUI does with such files. Layers with LoRAs are
     dequantized.
 
     Args:
-        on_failed: called with the first error of the kernels; all layers are dequantized from then on.
+        on_failed: called once if they fail; all layers are dequantized from then on.
     """
     kernels = _Int8Kernels(on_failed) if used else None
     for layer in module.modules():

@@ -39,6 +39,8 @@ from runtime.models.tensor_files import read_header, unreadable
 
 PLAIN, FP8_STORED, NVFP4 = "plain", "fp8", "nvfp4"
 COMFY_NVFP4, MXFP8, INT8, W4A8 = "comfy_nvfp4", "mxfp8", "int8", "w4a8"
+# Formats that comfy-kitchen's kernels multiply as whole numbers of 8 bits.
+INT8_KINDS = frozenset({INT8, W4A8})
 # Values that share a scale.
 NVFP4_BLOCK, MXFP8_BLOCK = 16, 32
 # Tiles of scales: 128 rows of 4.
@@ -199,6 +201,11 @@ class WeightFiles:
     title: str
     packed_weights: int
     packed_bytes: int
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether some weights are in INT8 or W4A8."""
+        return any(weight.kind in INT8_KINDS for weight in self.weights.values())
 
     @property
     def parameters(self) -> int:

@@ -321,6 +321,7 @@ class AttentionKernel:
     exact: bool = True
 
 
+_KITCHEN = "comfy-kitchen"
 # By the names of `request.ATTENTIONS`. Inexact ones are used only on request.
 ATTENTION_KERNELS: Mapping[str, AttentionKernel] = {
     "native": AttentionKernel((0, 0)),
@@ -330,8 +331,10 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = {
     "flash4": AttentionKernel(HOPPER, "flash-attn-4"),
     "sage": AttentionKernel(BF16_CAPABILITY, "sageattention", exact=False),
     "fp8": AttentionKernel(HOPPER, "nvidia-cudnn-frontend", exact=False),
-    SOL: AttentionKernel(BF16_CAPABILITY, "comfy-kitchen", exact=False),
+    SOL: AttentionKernel(BF16_CAPABILITY, _KITCHEN, exact=False),
 }
+# Turing and newer have matrix units for INT8.
+_INT8_CAPABILITY = (7, 5)
 
 
 def attention_conflict(name: str, machine: Machine) -> Conflict | None:
@@ -345,6 +348,19 @@ def attention_conflict(name: str, machine: Machine) -> Conflict | None:
     if problem is None and kernel.package and machine.version_of(kernel.package) is None:
         problem = Fact("planner.attention_not_installed", {"package": kernel.package})
     return None if problem is None else Conflict(problem)
+
+
+def int8_problem(machine: Machine | None) -> Fact | None:
+    """Return why no kernels multiply layers in INT8, `None` if they do.
+
+    Args:
+        machine: `None` if no GPU is used.
+    """
+    if machine is None:
+        return Fact("planner.int8_on_cpu")
+    if machine.gpus[0].capability < _INT8_CAPABILITY:
+        return Fact("planner.int8_old_gpu", {"gpu": machine.gpus[0].name})
+    return None if machine.version_of(_KITCHEN) else Fact("planner.int8_not_installed", {"package": _KITCHEN})
 
 
 def compile_conflict(settings: ComponentSettings, machine: Machine) -> Conflict | None:

@@ -124,6 +124,8 @@ def for_strategy(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[Spee
             fused=inputs.workload.cuda and resident and not inputs.in_blocks and "fused" not in lacks,
         )
         base = base.replace(graphed=_graphed(inputs, strategy, base))
+        in_int8, reason = _int8_kernels(inputs, strategy)
+        base = base.replace(int8_kernels=in_int8, int8_reason=reason)
     kernels = _kernels(inputs, strategy, base)
     decided = _compiled(inputs, strategy, base, kernels)
     seconds = Seconds(0, 0, 0, measured=True)
@@ -260,6 +262,17 @@ def _launch_bound(inputs: ForecastInputs, strategy: MemoryStrategy, base: Speed)
     seconds = call.likely * (1 if split is None else split.guidance)
     launches = _KERNELS_PER_BLOCK * inputs.workload.spec.blocks * _LAUNCH_SECONDS
     return seconds < (_MEASURED_CALL_RATIO if call.known else 1.0) * launches
+
+
+def _int8_kernels(inputs: ForecastInputs, strategy: MemoryStrategy) -> tuple[bool, Fact | None]:
+    """Return whether kernels multiply layers that files store in INT8, and why; no reason if there are none."""
+    files = inputs.workload.spec.transformer_files.values()
+    if strategy.quantization != "none" or inputs.in_blocks or not any(each.in_int8 for each in files):
+        return False, None
+    if inputs.request.quantization == "none":
+        return False, Fact("planner.int8_asked")
+    against = constraints.int8_problem(inputs.machine if inputs.workload.cuda else None)
+    return (True, Fact("planner.int8_kernels")) if against is None else (False, against)
 
 
 class _Compilation(NamedTuple):
@@ -428,6 +441,8 @@ def with_less_memory(speed: Speed, offload: str, quantization: str) -> Speed:
         paired=False,
         graphed=False,
         fused=speed.fused and resident,
+        int8_kernels=speed.int8_kernels and quantization == "none",
+        int8_reason=speed.int8_reason if quantization == "none" else None,
     )
 
 

@@ -242,6 +242,7 @@ def history_tag(speed: Speed, component: str) -> str:
         if speed.nag > NO_NAG:
             kernel["nag"] = True
         options = {"compiled": speed.compiled, **kernel, "paired": speed.paired, "graphed": speed.graphed}
+        options["int8"] = speed.int8_kernels
     return " ".join(name for name, used in options.items() if used)
 
 

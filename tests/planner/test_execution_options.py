@@ -22,6 +22,7 @@ from runtime.machine.probe import Gpu, Machine
 from runtime.models.catalogue import look_up
 from runtime.models.images import with_images
 from runtime.models.spec import ROW_KERNELS, ModelSpec, attention_flops
+from runtime.models.stored_weights import INT8, FileTensor, StoredWeight, WeightFiles
 from runtime.planner import constraints, execution_options, forecast
 from runtime.planner.history import (
     Kind,
@@ -677,6 +678,40 @@ def test_the_speedup_of_sparse_attention_is_that_measured(
     saved = 64 * 39 * (milliseconds["flash4"] - milliseconds["sol"]) / 1000
     assert seconds["flash4"].likely - seconds["sol"].likely == pytest.approx(saved, rel=0.2)
     assert not seconds["sol"].measured
+
+
+INT8_FILES = WeightFiles.of(
+    {"blocks.0.weight": StoredWeight(INT8, (8, 8), FileTensor(Path("x"), "I8", (8, 8), 0, 64))}, {}, ()
+)
+
+
+@pytest.mark.parametrize(
+    ("on", "asked", "code"),
+    [
+        (gpu_machine(packages=KITCHEN), {}, "planner.int8_kernels"),
+        (gpu_machine("Tesla T4", (7, 5), 141, KITCHEN), {}, "planner.int8_kernels"),
+        (gpu_machine(packages=KITCHEN), {"quantization": "none"}, "planner.int8_asked"),
+        (gpu_machine(packages=KITCHEN), {"quantization": "fp8"}, None),
+        (gpu_machine(), {}, "planner.int8_not_installed"),
+    ],
+)
+def test_layers_in_int8_are_multiplied_by_kernels_where_they_run(
+    on: Machine, asked: dict[str, Any], code: str | None
+) -> None:
+    spec = replace(A14B, files={name: INT8_FILES for name in ("transformer", "transformer_2")})
+    small = {"frames": 5, "width": 256, "height": 256}
+    decided = plan(spec, on, **small, **asked).speed
+    assert decided.int8_kernels is (code == "planner.int8_kernels")
+    assert (decided.int8_reason and decided.int8_reason.code) == code
+    assert decided.int8_reason is None or decided.int8_reason in decided.reasons
+    # Layers of other formats are dequantized without a word.
+    assert plan(A14B, on, **small, **asked).speed.int8_reason is None
+
+
+def test_layers_in_int8_are_dequantized_without_units_that_multiply_them() -> None:
+    old = constraints.int8_problem(gpu_machine("Tesla V100", (7, 0), packages=KITCHEN))
+    assert old == Fact("planner.int8_old_gpu", {"gpu": "Tesla V100"})
+    assert constraints.int8_problem(None) == Fact("planner.int8_on_cpu")
 
 
 def test_estimates_with_sparse_attention_follow_measurements_without() -> None:

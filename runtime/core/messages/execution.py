@@ -11,6 +11,7 @@ MESSAGES: Mapping[str, Message] = {
     "execution.attention_inexact": Message("The attention kernel {attention} returns wrong values on this machine."),
     "execution.compilation_failed": Message("Compilation failed ({error})."),
     "execution.triton_failed": Message("A Triton kernel failed ({error})."),
+    "execution.int8_failed": Message("A kernel of comfy-kitchen failed ({error})."),
     "execution.graph_capture_failed": Message("Recording a CUDA graph failed ({error})."),
     "execution.group_offload_failed": Message(
         "Group offloading to {device} failed: {error}.",

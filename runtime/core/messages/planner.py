@@ -453,6 +453,18 @@ _REASONS: Mapping[str, Message] = {
     "planner.not_compiled_in_blocks": Message("Engines compute the blocks; PyTorch compiles nothing."),
     "planner.engines_compute": Message("The transformers run on engines."),
     "planner.vae_kernels": Message("The VAE uses Triton kernels."),
+    "planner.int8_kernels": Message(
+        "Kernels of comfy-kitchen multiply layers in INT8 and round their input to 8 bits; {set[quantization=none]} "
+        "dequantizes the layers instead."
+    ),
+    "planner.int8_asked": Message("Layers in INT8 are dequantized at each call, as requested."),
+    "planner.int8_on_cpu": Message("Layers in INT8 are dequantized at each call, because no GPU is used."),
+    "planner.int8_old_gpu": Message(
+        "Layers in INT8 are dequantized at each call, because the {gpu} has no units that multiply them."
+    ),
+    "planner.int8_not_installed": Message(
+        "Layers in INT8 are dequantized at each call, because {package}, which multiplies them, is not installed."
+    ),
     "planner.attention_asked": Message("{attention:kernel}, as requested."),
     "planner.sparse_asked": Message(
         "{attention:kernel} with a threshold of {tau:g}, as requested; {exact:kernel} in the first fifth of the steps "

@@ -38,6 +38,7 @@ from runtime.execution.memory import release_cached_memory
 from runtime.execution.parallel.ulysses import Tokens
 from runtime.execution.rotation import Rotation, rotate, rotation_tables
 from runtime.execution.step_caches import StepCaching
+from runtime.models.packed_layers import use_int8_kernels
 
 # Queries, keys and values, each (1, tokens, heads, head width).
 Qkv = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -614,6 +615,7 @@ class PyTorchDenoiser(StepCaching):
         else:
             on_engines = EngineSteps(engines)
             install(self._module, speed, on_engines.double, on_engines.single, forward=self._forward, wide=True)
+        use_int8_kernels(self._module, used=speed.int8_kernels, on_failed=report("int8_kernels"))
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._graphed = CudaGraphRunner(self._predict, report("graphed")) if speed.graphed else None

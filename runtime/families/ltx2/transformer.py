@@ -49,6 +49,7 @@ from runtime.execution.streams import Streams
 from runtime.execution.text_states import TextState, TextStates
 from runtime.families.ltx2.block_programs import CROSS, FEED_FORWARD, SELF, SOUND_ASKS, TEXT, VIDEO_ASKS, rows_of
 from runtime.families.ltx2.spec import TransformerSpec
+from runtime.models.packed_layers import use_int8_kernels
 from runtime.models.quantization import linear_of_gelu
 from runtime.models.row_operations import (
     EPSILON,
@@ -966,6 +967,7 @@ class PyTorchStreamDenoiser(StepCaching):
             install(self._module, speed, self._step or block_step)
         else:
             install(self._module, speed, EngineStep(engines), wide=True)
+        use_int8_kernels(self._module, used=speed.int8_kernels, on_failed=report("int8_kernels"))
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._keeps_text = speed.text_kept and not _modulates_text(self._module)

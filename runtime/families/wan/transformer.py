@@ -42,6 +42,7 @@ from runtime.execution.step_caches import Sharing, StepCaching
 from runtime.execution.text_states import TextState, TextStates
 from runtime.families.wan import animate, vace
 from runtime.families.wan.spec import MAX_SEQUENCE_LENGTH
+from runtime.models.packed_layers import use_int8_kernels
 from runtime.models.row_operations import add_gated, by_token, computed, layer_norm
 from runtime.upstream.diffusers import cache_single_stream
 
@@ -494,6 +495,7 @@ class PyTorchDenoiser(StepCaching):
             install(self._module, speed, self._step or block_step, face_step=face_step)
         else:
             install(self._module, speed, EngineStep(engines), wide=True)
+        use_int8_kernels(self._module, used=speed.int8_kernels, on_failed=report("int8_kernels"))
         if speed.fused and fuse(self._module):
             release_cached_memory()
         self._cache_keys_values = speed.text_kept
