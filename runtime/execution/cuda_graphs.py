@@ -12,7 +12,8 @@ from runtime.core.facts import Fact
 from runtime.execution.compilation import OnDegraded
 from runtime.upstream.torch import RECORDING, recording_stream
 
-# Calls before a GPU's first recording, in which libraries select kernels and allocate workspaces, and before others.
+# Calls before the first recording, in which libraries select kernels and allocate workspaces, and before later ones.
+# With one call, cuBLAS failed to record its first products in FP8.
 _WARM_UP_CALLS, _LATER_WARM_UP_CALLS = 2, 1
 # Graphs that are kept: of a prompt and a negative prompt.
 _KEPT = 2
@@ -35,6 +36,8 @@ class CudaGraphRunner:
         kept: the number of graphs that are kept.
         shares_memory: whether all graphs have one working set, and results are copies. Calls must follow each other on
             one stream.
+        recorded: sizes and options that were recorded before with the same kernels, by this runner or another one; it
+            adds to them.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class CudaGraphRunner:
         kept: int = _KEPT,
         *,
         shares_memory: bool = False,
+        recorded: set[Hashable] | None = None,
     ) -> None:
         self._function = function
         self._on_degraded = on_degraded
         self._kept = kept
         self._shares_memory = shares_memory
         self._recorded: list[tuple[Any, _Recorded]] = []
+        self._kinds = set() if recorded is None else recorded
         self._failed = False
 
     def __call__(
@@ -65,7 +70,7 @@ class CudaGraphRunner:
                 return recorded.replay(latents, timestep)
         try:
             with RECORDING:
-                recorded = self._record(latents, timestep, state, options)
+                recorded = self._record(latents, timestep, state, options, key[1])
         except Exception as error:
             if ran_out(error) is not None:
                 raise
@@ -75,10 +80,11 @@ class CudaGraphRunner:
                 self._on_degraded(Fact("execution.graph_capture_failed", {"error": first_line(error)}))
             return self._function(latents, timestep, text, *options)
         self._recorded = [*self._recorded[1 - self._kept :], (key, recorded)]
+        self._kinds.add(key[1])
         return recorded.replay(latents, timestep)
 
     def _record(
-        self, latents: torch.Tensor, timestep: torch.Tensor, state: Any, options: tuple[Hashable, ...]
+        self, latents: torch.Tensor, timestep: torch.Tensor, state: Any, options: tuple[Hashable, ...], kind: Hashable
     ) -> "_Recorded":
         before = [recorded for _, recorded in self._recorded]
         return _Recorded(
@@ -87,6 +93,7 @@ class CudaGraphRunner:
             timestep,
             lambda: state,
             options,
+            _LATER_WARM_UP_CALLS if before or kind in self._kinds else _WARM_UP_CALLS,
             before[0].pool if before and self._shares_memory else None,
             copies=self._shares_memory,
         )
@@ -96,7 +103,6 @@ class CudaGraphRunner:
         self._recorded.clear()
 
 
-_RECORDED_ON: set[torch.device] = set()
 # Always the same for a GPU: libraries keep a workspace per stream.
 _recording_stream = cache(recording_stream)
 
@@ -107,6 +113,7 @@ class _Recorded:
     Args:
         function, text, options: see `CudaGraphRunner`.
         latents, timestep: of the first replay.
+        warm_up_calls: before recording, at least one.
         pool: memory of another graph, which this one overwrites; `None` for memory of its own.
         copies: whether results are copied.
     """
@@ -118,6 +125,7 @@ class _Recorded:
         timestep: torch.Tensor,
         text: Callable[[], Any],
         options: tuple[Hashable, ...],
+        warm_up_calls: int,
         pool: Any,
         *,
         copies: bool,
@@ -128,7 +136,7 @@ class _Recorded:
             stream, current = _recording_stream(latents.device), torch.cuda.current_stream(latents.device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                for _ in range(_LATER_WARM_UP_CALLS if latents.device in _RECORDED_ON else _WARM_UP_CALLS):
+                for _ in range(warm_up_calls):
                     first = function(self._latents, self._timestep, text, *options)
             current.wait_stream(stream)
             first.record_stream(current)
@@ -138,7 +146,6 @@ class _Recorded:
             # any other would record nothing. Other threads may use other GPUs meanwhile.
             with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 self._output = function(self._latents, self._timestep, text, *options)
-        _RECORDED_ON.add(latents.device)
 
     @property
     def pool(self) -> Any:

@@ -23,7 +23,6 @@ from runtime.models.stored_weights import (
     COMFY_NVFP4,
     FP8_STORED,
     INT8,
-    INT8_KINDS,
     MXFP8,
     MXFP8_BLOCK,
     NVFP4,
@@ -33,6 +32,7 @@ from runtime.models.stored_weights import (
     TILE_ROWS,
     W4A8,
     StoredWeight,
+    in_int8,
 )
 from runtime.models.tensor_stream import DTYPES, MappedFiles, read_tensors
 
@@ -146,7 +146,7 @@ def use_int8_kernels(module: nn.Module, *, used: bool, on_failed: Callable[[Fact
     """
     kernels = _Int8Kernels(on_failed) if used else None
     for layer in module.modules():
-        if isinstance(layer, PackedLinear) and layer.kind in INT8_KINDS:
+        if isinstance(layer, PackedLinear) and in_int8(layer.kind, layer.rotated):
             layer._kernels = kernels
 
 

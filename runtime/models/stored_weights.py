@@ -39,8 +39,8 @@ from runtime.models.tensor_files import read_header, unreadable
 
 PLAIN, FP8_STORED, NVFP4 = "plain", "fp8", "nvfp4"
 COMFY_NVFP4, MXFP8, INT8, W4A8 = "comfy_nvfp4", "mxfp8", "int8", "w4a8"
-# Formats that comfy-kitchen's kernels multiply as whole numbers of 8 bits.
-INT8_KINDS = frozenset({INT8, W4A8})
+# The columns that comfy-kitchen's kernels for W4A8 rotate together.
+_W4A8_ROTATED = 256
 # Values that share a scale.
 NVFP4_BLOCK, MXFP8_BLOCK = 16, 32
 # Tiles of scales: 128 rows of 4.
@@ -182,6 +182,11 @@ class StoredWeight:
         return replace(self, shape=shape, data=replace(self.data, shape=shape))
 
 
+def in_int8(kind: str, rotated: int) -> bool:
+    """Return whether comfy-kitchen's kernels multiply weights of a format as whole numbers of 8 bits."""
+    return kind == INT8 or (kind == W4A8 and rotated == _W4A8_ROTATED)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
     """The files of a component that no library loads as they are.
@@ -204,8 +209,8 @@ class WeightFiles:
 
     @property
     def in_int8(self) -> bool:
-        """Whether some weights are in INT8 or W4A8."""
-        return any(weight.kind in INT8_KINDS for weight in self.weights.values())
+        """Whether kernels multiply some weights as whole numbers of 8 bits."""
+        return any(in_int8(weight.kind, weight.rotated) for weight in self.weights.values())
 
     @property
     def parameters(self) -> int:

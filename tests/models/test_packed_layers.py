@@ -17,7 +17,7 @@ FORMATS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "a scale per row": ("TensorWiseINT8Layout", INT8, 0, {"per_channel": True}),
     "rotated": ("TensorWiseINT8Layout", INT8, 64, {"per_channel": True, "convrot": True, "convrot_groupsize": 64}),
     "table": ("AsymW4A8Int8Layout", W4A8, 256, {"convrot_groupsize": 256}),
-    "no table": ("AsymW4A8Int8Layout", W4A8, 64, {"codebook": False, "convrot_groupsize": 64}),
+    "no table": ("AsymW4A8Int8Layout", W4A8, 256, {"codebook": False, "convrot_groupsize": 256}),
 }
 
 
@@ -57,6 +57,15 @@ def test_products_differ_from_dequantized_ones_by_the_rounding_of_the_input(name
 
 
 @torch.no_grad()
+def test_layers_that_kernels_do_not_multiply_are_dequantized() -> None:
+    layer, x = layer_of("no table"), rows()
+    layer.rotated = 64
+    wanted = layer(x)
+    use_int8_kernels(layer, used=True)
+    assert torch.equal(layer(x), wanted)
+
+
+@torch.no_grad()
 def test_layers_with_loras_are_dequantized() -> None:
     layer, x = layer_of("rotated"), rows()
     layer.add(0.5, {"up": torch.ones(160, 1)}, lambda weight, factors: factors["up"].expand_as(weight))
@@ -70,7 +79,7 @@ def test_after_a_failure_all_layers_are_dequantized() -> None:
     layers, x, failures = nn.Sequential(layer_of("rotated"), layer_of("rotated")), rows(), list[Fact]()
     wanted = layers[1](x)
     use_int8_kernels(layers, used=True, on_failed=failures.append)
-    layers[0].bias = None
+    layers[0].register_parameter("bias", None)
     # The kernels take no numbers of 64 bits.
     assert layers[0](x.double()).dtype == torch.float64
     assert [reason.code for reason in failures] == ["execution.int8_failed"]

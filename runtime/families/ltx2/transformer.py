@@ -23,7 +23,7 @@ sound's attention to the video, in which each process computes some heads and se
 caching, still work. Dropout is left out: its probability is 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
@@ -948,6 +948,8 @@ class PyTorchStreamDenoiser(StepCaching):
         self.dtype: torch.dtype = module.proj_in.weight.dtype
         self._texts = TextStates()
         self._graphed: CudaGraphRunner | None = None
+        # What was recorded in clips before, by the kernels.
+        self._recorded: dict[Hashable, set[Hashable]] = {}
         self._engines: BlockEngines | None = None
         self.compute(speed)
 
@@ -973,7 +975,11 @@ class PyTorchStreamDenoiser(StepCaching):
         self._keeps_text = speed.text_kept and not _modulates_text(self._module)
         self._graphed = None
         if speed.graphed:
-            self._graphed = CudaGraphRunner(self._predict, report("graphed"), _GRAPHS, shares_memory=True)
+            kernels = speed.attention, speed.fused, speed.text_kept
+            recorded = self._recorded.setdefault(kernels, set())
+            self._graphed = CudaGraphRunner(
+                self._predict, report("graphed"), _GRAPHS, shares_memory=True, recorded=recorded
+            )
 
     @property
     def compile_seconds(self) -> float:
