@@ -20,6 +20,7 @@ from runtime.server.api_keys import ApiKeys, KeyLimits
 from runtime.server.video_requests import MAX_JSON_BYTES
 from runtime.video.mp4 import read_metadata
 from tests.app_server import MODEL, ROOT, App, environment, free_port, make_cache, serving, serving_here
+from tests.chat_models import ChatServer, chat_server
 from tests.cli.refusals import refused
 from tests.image_files import saved
 from tests.tiny_models import build
@@ -41,8 +42,10 @@ WAIT = {**SMALL, WAIT_FIELD: 120}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
-    with serving_here(make_cache(tmp_path_factory.mktemp("mcp")), page=False, mcp=True) as running:
-        yield running
+    cache = make_cache(tmp_path_factory.mktemp("mcp"))
+    with chat_server() as chat:
+        with serving_here(cache, page=False, mcp=True, enhancer=chat.address, enhancer_model="any") as running:
+            yield running
 
 
 def talk(server: App, use: Callable[[Client], Awaitable[Any]], *, key: str = "", mode: str = "auto") -> Any:
@@ -112,6 +115,16 @@ def test_a_client_makes_follows_and_gets_a_video(server: App, mode: str) -> None
         assert (await refusal(client, "get_video", id=video["id"]))[0] == "server.api_no_video"
 
     talk(server, use, mode=mode)
+
+
+def test_a_prompt_is_enhanced(server: App) -> None:
+    async def use(client: Client) -> None:
+        enhanced = await call(client, "enhance_prompt", prompt="a red boat")
+        assert (enhanced["prompt"], enhanced["original_prompt"]) == (ChatServer.text, "a red boat")
+        assert await refusal(client, "enhance_prompt", prompt="a {red|blue} boat") == ("enhancer.template", "prompt")
+        assert await refusal(client, "enhance_prompt", prompt="a", mood="x") == ("request.unknown_field", "mood")
+
+    talk(server, use)
 
 
 def test_every_field_of_a_request_is_an_argument(server: App) -> None:

@@ -71,14 +71,16 @@ class ApiClient:
         return _json(await self._request("DELETE", path, headers))
 
     async def post(
-        self, path: str, headers: Mapping[str, str], values: Mapping[str, Any], files: Sequence[Upload]
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        values: Mapping[str, Any],
+        files: Sequence[Upload],
+        seconds: float = _SECONDS,
     ) -> dict[str, Any]:
-        """Send values as JSON, or with files as a form; return the answer."""
-        if files:
-            answer = await self._request("POST", path, headers, data=_form(values), files=files)
-        else:
-            answer = await self._request("POST", path, headers, json=values)
-        return _json(answer)
+        """Send values as JSON, or with files as a form; return the answer, which comes within some seconds."""
+        body: dict[str, Any] = {"data": _form(values), "files": files} if files else {"json": values}
+        return _json(await self._request("POST", path, headers, timeout=seconds, **body))
 
     async def content(self, path: str, headers: Mapping[str, str], most: int) -> bytes | None:
         """Return a file; `None` if it is larger than `most` bytes."""

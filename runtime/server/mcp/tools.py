@@ -7,6 +7,7 @@
     get_video         one video, a still image of it, and where its file is
     delete_video      stop it if it is queued or runs, and delete it
     list_models       the models
+    enhance_prompt    a prompt in more detail, by the chat model that the owner has set
 
 The resource `tandem://videos/ID` is the MP4 of a completed video.
 """
@@ -35,6 +36,7 @@ from runtime.server import video_requests
 from runtime.server.api_errors import ErrorBody, body_of
 from runtime.server.mcp import schemas
 from runtime.server.mcp.api_client import ApiCallError, ApiClient, Upload, call_error
+from runtime.server.video_objects import PromptToEnhance
 from runtime.video.image_messages import MAX_FILE_BYTES
 
 # Larger videos are not sent as resources, which are base64 in one message.
@@ -42,6 +44,8 @@ _MOST_RESOURCE_BYTES = 32 << 20
 _MOST_STILL_BYTES = 1 << 20
 _SCHEME = "tandem://videos/"
 _VIDEOS = "v1/videos"
+# A chat model that is loaded, on a processor.
+_ENHANCE_SECONDS = 600.0
 _ID = re.compile(r"[0-9A-Za-z_-]{1,100}")
 # Each number of a progress token must be larger than the one before.
 _LEAST_PROGRESS = 0.01
@@ -124,6 +128,13 @@ class McpTools:
             ),
             "list_models": _Tool(
                 "List the models and their sizes.", schema(schemas.Arguments), self._models, reads=True
+            ),
+            "enhance_prompt": _Tool(
+                "Write a prompt in more detail for a model, by the chat model of this server. Give make_video both "
+                "prompts that it returns.",
+                schema(PromptToEnhance),
+                self._enhance,
+                reads=True,
             ),
         }
 
@@ -246,6 +257,10 @@ class McpTools:
     async def _models(self, context: Context, arguments: dict[str, Any]) -> types.CallToolResult:
         schemas.read_arguments(schemas.Arguments, arguments)
         return _result(await _api(context).get("v1/models", self._headers(context)))
+
+    async def _enhance(self, context: Context, arguments: dict[str, Any]) -> types.CallToolResult:
+        path, headers = "v1/prompts/enhance", self._headers(context)
+        return _result(await _api(context).post(path, headers, arguments, (), _ENHANCE_SECONDS))
 
     async def _post(self, context: Context, path: str, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request for a video, and the files that it names by path."""
