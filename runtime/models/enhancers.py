@@ -45,9 +45,9 @@ class PublishedEnhancer:
         return frozenset({self.name, self.repository.lower()})
 
     @property
-    def part(self) -> Part:
-        """Its only part."""
-        return part_of(self.repository)
+    def about(self) -> str:
+        """What it does."""
+        return f"Enhances prompts; start Tandem with TANDEM_ENHANCER={self.name}."
 
 
 PUBLISHED: tuple[PublishedEnhancer, ...] = (

@@ -101,11 +101,6 @@ def published_preprocessor(name: str) -> PublishedPreprocessor | None:
     return next((model for model in PUBLISHED if name.strip().lower() in model.names), None)
 
 
-def parent_of(name: str, weights_dir: Path) -> Path:
-    """Return the folder in which a model's folder is: of those that make control frames, one in the weights folder."""
-    return weights_dir if published_preprocessor(name) is None else weights_dir / PREPROCESSORS
-
-
 def folder_of_preprocessor(name: str, weights_dir: Path) -> Path:
     """Return the folder of a model that makes control frames."""
     return weights_dir / PREPROCESSORS / name

@@ -18,11 +18,10 @@ from runtime.core.events import Failed
 from runtime.core.facts import Fact, render
 from runtime.core.settings import Settings
 from runtime.models.catalogue import known_as
-from runtime.models.enhancers import published_enhancer
+from runtime.models.helpers import published_helper
 from runtime.models.hub.client import check_online, hub_of
 from runtime.models.hub.download import Download, DownloadPlan, DownloadProgress, Source, source_of
 from runtime.models.hub.files import verify
-from runtime.models.preprocessors import published_preprocessor
 from runtime.queue.views import TaskProgress
 
 # A thread that reads from a disk or host that does not answer ends with the process.
@@ -144,8 +143,7 @@ class ModelTasks:
     def _from_hub(self, kind: Literal["download", "look"], name: str) -> ModelTask:
         check_online(self._settings)
         source = source_of(name, None)
-        other = published_preprocessor(source.folder) or published_enhancer(source.folder)
-        published = source.variant or known_as(name) or other
+        published = source.variant or known_as(name) or published_helper(source.folder)
         title = published.title if published else source.repository
         return self._add(ModelTask(kind=kind, folder=source.folder, title=title, source=source))
 

@@ -27,6 +27,7 @@ from runtime.models.catalogue import (
     stored_bytes,
     unusable,
 )
+from runtime.models.helpers import PUBLISHED, PublishedHelper, folder_of_helper, parent_of, published_helper
 from runtime.models.hub.client import check_online
 from runtime.models.hub.download import (
     bytes_in,
@@ -37,13 +38,6 @@ from runtime.models.hub.download import (
     partial_downloads,
 )
 from runtime.models.hub.files import MANIFEST, read_manifest
-from runtime.models.preprocessors import (
-    PUBLISHED,
-    PublishedPreprocessor,
-    folder_of_preprocessor,
-    parent_of,
-    published_preprocessor,
-)
 from runtime.models.registry import KnownModel
 from runtime.models.spec import ModelSpec
 from runtime.planner.requirements import Fit, smallest_card
@@ -165,8 +159,8 @@ class ModelsPanel:
                 reply = self._discard(self._folder(target))
             case "verify" if self._is_downloaded(target):
                 self._tasks.verify(target)
-            case "delete" if published_preprocessor(target) is not None:
-                reply = self._delete_preprocessor(target)
+            case "delete" if (helper := published_helper(target)) is not None:
+                reply = self._delete_helper(helper)
             case "delete":
                 reply = self._delete(target)
             case _:
@@ -211,16 +205,17 @@ class ModelsPanel:
             "first": next(iter(self._models)),
         }
 
-    def _delete_preprocessor(self, name: str) -> Reply:
-        if not folder_of_preprocessor(name, self._weights_dir).is_dir():
+    def _delete_helper(self, helper: PublishedHelper) -> Reply:
+        folder = folder_of_helper(helper, self._weights_dir)
+        if not folder.is_dir():
             raise unknown_action()
-        self._tasks.forget(name)
-        freed = delete_model(parent_of(name, self._weights_dir), name)
-        return {"message": f"Deleted: {name}. {byte_size(freed)} freed."}
+        self._tasks.forget(helper.name)
+        freed = delete_model(folder.parent, folder.name)
+        return {"message": f"Deleted: {helper.title}. {byte_size(freed)} freed."}
 
     def _repository(self, target: str) -> str:
         """Return the name to download: of a published model, or the repository of a card."""
-        if published_preprocessor(target) is not None or known_variant(target) is not None:
+        if published_helper(target) is not None or known_variant(target) is not None:
             return target
         model = _known(target)
         if model is not None:
@@ -237,7 +232,7 @@ class ModelsPanel:
     def _folder(self, target: str) -> str:
         """Return the folder of a card's model."""
         model = _known(target)
-        if published_preprocessor(target) is not None or known_variant(target) is not None:
+        if published_helper(target) is not None or known_variant(target) is not None:
             return target
         if model is None and self._tasks.of(target) is None and target not in partial_downloads(self._weights_dir):
             raise unknown_action()
@@ -252,7 +247,7 @@ class ModelsPanel:
             selected = form.read_model(call.form, self._models).name
         models = tuple(self._models.items())
         cards = [self._installed(name, spec, selected) for name, spec in models]
-        cards += [self._preprocessor(model) for model in PUBLISHED if self._has(model)]
+        cards += [self._helper(model) for model in PUBLISHED if self._has(model)]
         cards += [self._unusable(name, error) for name, error in unusable(self._weights_dir, _names(models)).items()]
         shipped = all(spec.directory.parent == EMBEDDED for _, spec in models)
         return render("models_installed.html", cards=cards, shipped=shipped, weights_dir=self._weights_dir)
@@ -261,12 +256,12 @@ class ModelsPanel:
         installed = {*folders(self._weights_dir)}
         absent = {spec.directory.name: spec for spec in not_downloaded(self._weights_dir)}
         named = {
-            task.folder: task for task in self._tasks.all() if task.source is not None and not task.source.preprocessor
+            task.folder: task for task in self._tasks.all() if task.source is not None and task.source.makes_videos
         }
         other_folders = {*named, *partial_downloads(self._weights_dir)} - {*absent, *installed}
         best_first = sorted(absent.values(), key=lambda spec: (self._fit(spec).rank, spec.total_parameters))
         cards = [self._known(spec) for spec in best_first]
-        cards += [self._preprocessor(model) for model in PUBLISHED if not self._has(model)]
+        cards += [self._helper(model) for model in PUBLISHED if not self._has(model)]
         cards += [self._other(folder) for folder in sorted(other_folders)]
         return render(
             "models_available.html",
@@ -418,15 +413,15 @@ class ModelsPanel:
             **_progress(task),
         )
 
-    def _has(self, model: PublishedPreprocessor) -> bool:
-        return folder_of_preprocessor(model.name, self._weights_dir).is_dir()
+    def _has(self, model: PublishedHelper) -> bool:
+        return folder_of_helper(model, self._weights_dir).is_dir()
 
-    def _preprocessor(self, model: PublishedPreprocessor) -> _Card:
-        """Return the card of a model that makes control frames."""
+    def _helper(self, model: PublishedHelper) -> _Card:
+        """Return the card of a model that makes no videos."""
         facts, task = [("License", model.license)], self._tasks.of(model.name)
         shown: dict[str, Any] = {"key": model.name, "title": model.title, "about": model.about, **_progress(task)}
         if self._has(model):
-            size = byte_size(bytes_in(folder_of_preprocessor(model.name, self._weights_dir)))
+            size = byte_size(bytes_in(folder_of_helper(model, self._weights_dir)))
             facts.append(("On disk", size))
             return _Card(**shown, state="installed", facts=facts, others={"delete": ""}, frees=size)
         begun = partial_bytes(parent_of(model.name, self._weights_dir), model.name)

@@ -43,9 +43,11 @@ WAIT = {**SMALL, WAIT_FIELD: 120}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
     cache = make_cache(tmp_path_factory.mktemp("mcp"))
-    with chat_server() as chat:
-        with serving_here(cache, page=False, mcp=True, enhancer=chat.address, enhancer_model="any") as running:
-            yield running
+    with (
+        chat_server() as chat,
+        serving_here(cache, page=False, mcp=True, enhancer=chat.address, enhancer_model="any") as running,
+    ):
+        yield running
 
 
 def talk(server: App, use: Callable[[Client], Awaitable[Any]], *, key: str = "", mode: str = "auto") -> Any:

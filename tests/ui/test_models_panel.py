@@ -18,6 +18,8 @@ from runtime.engines.service import EngineService
 from runtime.engines.store import EngineStore
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import find, folders, known_as, known_models, known_variant
+from runtime.models.enhancers import PUBLISHED as ENHANCERS
+from runtime.models.enhancers import enhancer_of
 from runtime.models.hub.download import partial_bytes
 from runtime.models.preprocessors import PUBLISHED, find_preprocessor, missing_model
 from runtime.models.spec import ModelSpec
@@ -30,6 +32,7 @@ from runtime.ui.models_panel import ModelsPanel, _weights
 from runtime.ui.panels import Call, respond
 from runtime.ui.plan_preview import PlanPreview
 from tests import variant_files
+from tests.chat_models import save_chat_model
 from tests.facts import fact
 from tests.models.hub import Fault, LoopbackHub, of_folder, served
 from tests.planner.test_table import H200, here
@@ -460,6 +463,19 @@ def test_the_shipped_model_cannot_be_deleted(shown: Shown) -> None:
     assert "More actions: Diorama" not in shown.view()
     assert "not in the models folder" in shown.press("delete", "diorama")["message"]
     assert find("diorama", shown.weights).is_downloaded
+
+
+def test_chat_models_are_downloaded_and_deleted(shown: Shown, tmp_path: Path) -> None:
+    model = ENHANCERS[0]
+    shown.hub.repositories[model.repository] = of_folder(save_chat_model(tmp_path / "published"))
+    absent = shown.card(model.name)
+    assert 'data-state="absent"' in absent and "License: Apache-2.0. Size: 3.1 GB." in absent
+    shown.press("download", model.name)
+    shown.settle()
+    assert enhancer_of(Settings(cache_dir=shown.weights.parent, enhancer=model.name)).title == model.title
+    assert 'data-state="installed"' in shown.card(model.name)
+    shown.press("delete", model.name)
+    assert 'data-state="absent"' in shown.card(model.name) and not (shown.weights / "enhancers" / model.name).exists()
 
 
 def test_models_of_control_frames_are_downloaded_and_deleted(shown: Shown, tmp_path: Path) -> None:
