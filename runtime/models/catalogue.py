@@ -82,7 +82,7 @@ def from_file(path: Path, weights_dir: Path) -> ModelSpec:
     companions = sorted({*installed, *companions}, key=lambda folder: (folder.name.lower() not in names, folder))
     parts, problems = _parts(path, first, weights_dir, part_configs)
     try:
-        return assemble(path, [*near, *companions], weights_dir, configs, parts)
+        return _distilled(assemble(path, [*near, *companions], weights_dir, configs, parts), path)
     except ModelError as error:
         # A damaged file may be the one that is missing.
         if problems and error.code == "model.file_unfit" and error.data["cause"].code in _MISSING:
@@ -410,13 +410,22 @@ def read_model(folder: Path, name: str) -> ModelSpec:
     """
     variant = read_variant(folder)
     if variant is None:
-        return named(read_spec(folder, name))
+        return _distilled(named(read_spec(folder, name)), folder / "transformer")
     spec = from_file(folder / variant.transformer, folder.parent)
     if spec.directory != folder or not spec.is_downloaded:
         raise ModelError("variant.incomplete", model=name)
     if variant.steps is not None:
         spec = spec.distilled_for(variant.steps)
     return replace(spec, name=name, title=variant.title, license=variant.license, variant=variant)
+
+
+def _distilled(spec: ModelSpec, path: Path) -> ModelSpec:
+    """Return a model with the steps and noise levels of its distillation, if its file's or folder's name states one."""
+    family = family_of(spec.family)
+    steps = family.distilled_model(path)
+    if steps is None:
+        return spec
+    return replace(spec.distilled_for(steps, family.distilled_levels(path)), distilled_steps=steps)
 
 
 def read_variant(folder: Path) -> InstalledVariant | None:

@@ -162,11 +162,11 @@ def _by_name(names: Names) -> dict[str, tuple[str, ...]]:
     return by_module | {_underscored(name): modules for name, modules in many.items()}
 
 
-class DistilledLoras(NamedTuple):
-    """LoRAs from step distillation, which need few steps and no guidance, by the name of their file or folder.
+class DistilledNames(NamedTuple):
+    """LoRAs or models from step distillation, which need few steps and no guidance, by their file's or folder's name.
 
     Attributes:
-        authors: patterns in the names of such LoRAs, in the order they are searched, with the number of steps of those
+        authors: patterns in such names, in the order they are searched, with the number of steps of those
             that do not state it.
         shifts: patterns, with the shift of the distillation.
         levels: patterns of those whose steps have given noise levels and each add new noise, with the levels.
@@ -176,22 +176,22 @@ class DistilledLoras(NamedTuple):
     shifts: Mapping[re.Pattern[str], float]
     levels: Mapping[re.Pattern[str], tuple[float, ...]] = MappingProxyType({})
 
-    def steps(self, lora: Path) -> int | None:
-        """Return for how many steps a LoRA was distilled; `None` if it was not."""
-        for text in (lora.stem, lora.parent.name):
+    def steps(self, path: Path) -> int | None:
+        """Return for how many steps one was distilled; `None` if it was not."""
+        for text in (path.stem, path.parent.name):
             stated = _STEPS.search(text)
             number = int(stated[1]) if stated else _first(self.authors, text)
             if number is not None:
                 return number if 0 < number <= _MAX_DISTILLED_STEPS else None
         return None
 
-    def shift(self, lora: Path) -> float | None:
-        """Return the shift with which a LoRA was distilled, if its name identifies its author."""
-        return _first(self.shifts, lora.stem, lora.parent.name)
+    def shift(self, path: Path) -> float | None:
+        """Return the shift with which one was distilled, if its name identifies its author."""
+        return _first(self.shifts, path.stem, path.parent.name)
 
-    def noise_levels(self, lora: Path) -> tuple[float, ...]:
-        """Return the noise levels of a LoRA whose steps each add new noise; empty for others."""
-        return _first(self.levels, lora.stem, lora.parent.name) or ()
+    def noise_levels(self, path: Path) -> tuple[float, ...]:
+        """Return the noise levels of one whose steps each add new noise; empty for others."""
+        return _first(self.levels, path.stem, path.parent.name) or ()
 
 
 def _first(values: Mapping[re.Pattern[str], Value], *texts: str) -> Value | None:

@@ -397,16 +397,20 @@ class Family(Protocol):
         """
         return None
 
-    def distilled_steps(self, lora: Path) -> int | None:
+    def distilled_steps(self, path: Path) -> int | None:
         """Return for how many steps a LoRA was distilled, by its file's or folder's name; `None` if it was not."""
         return None
 
-    def distilled_shift(self, lora: Path) -> float | None:
+    def distilled_model(self, path: Path) -> int | None:
+        """Return for how many steps a model was distilled, by its file's or folder's name; `None` if it was not."""
+        return None
+
+    def distilled_shift(self, path: Path) -> float | None:
         """Return the shift with which a LoRA was distilled, by its file's or folder's name, if known."""
         return None
 
-    def distilled_levels(self, lora: Path) -> tuple[float, ...]:
-        """Return the noise levels of a LoRA whose steps each add new noise, by its name; empty for others."""
+    def distilled_levels(self, path: Path) -> tuple[float, ...]:
+        """Return the noise levels of a LoRA or model whose steps each add new noise, by its name; empty for others."""
         return ()
 
 

@@ -517,6 +517,7 @@ class ModelSpec:
             each a part of a layer's path or a whole parameter, as diffusers' quantizers compare them.
         loras: LoRAs to add to its transformers' weights when they are loaded, see `models.loras.with_loras`.
         variant: what a variant's folder states of it; `None` for other models.
+        distilled_steps: for how many steps it was distilled, if the name of its folder or file says so.
         image_input: how it starts from an image; `None` if it cannot.
         section: how it makes a video in sections; `None` if it makes videos whole.
         sound: what it makes with the frames; `None` if its videos are silent.
@@ -604,6 +605,7 @@ class ModelSpec:
     refinement: RefinementSpec | None = None
     stages: int = 1
     variant: InstalledVariant | None = None
+    distilled_steps: int | None = None
 
     def weight_paths(self, component: str) -> list[Path]:
         """Return the files with a component's weights."""

@@ -526,17 +526,20 @@ def lora_loads(spec: ModelSpec, expert_steps: Mapping[str, int], sections: int, 
 
 
 def lora_warnings(request: GenerationRequest, spec: ModelSpec, steps: int, guidance: float) -> list[Fact]:
-    """Return the warnings about LoRAs with layers without effect, or distilled for few steps without guidance."""
+    """Return the warnings about LoRAs with layers without effect, and LoRAs or models distilled for few steps."""
     facts = []
     for use in spec.loras:
         if use.without_effect:
             layers = list(use.without_effect)
             facts.append(Fact("planner.lora_without_effect", {"lora": use.name, "model": spec.title, "layers": layers}))
-        if use.steps is None:
+    distilled = [(use.name, use.steps) for use in spec.loras]
+    for name, wanted in ((spec.title, spec.distilled_steps), *distilled):
+        if wanted is None:
             continue
-        data = {"lora": use.name, "wanted": use.steps, "steps": steps, "guidance": guidance}
-        if steps > use.steps or guidance > 1:
-            facts.append(Fact("planner.lora_other_guidance" if guidance > 1 else "planner.lora_other_steps", data))
+        data = {"name": name, "wanted": wanted, "steps": steps, "guidance": guidance}
+        if steps > wanted or guidance > 1:
+            other = "planner.distilled_other_guidance" if guidance > 1 else "planner.distilled_other_steps"
+            facts.append(Fact(other, data))
         elif AUTO in {request.steps, request.guidance_scale}:
-            facts.append(Fact("planner.lora_steps_used", data))
+            facts.append(Fact("planner.distilled_used", data))
     return facts

@@ -333,11 +333,11 @@ def test_a_step_distillation_lora_states_its_requirements(
         return shift
 
     quick = {"steps": 4, "guidance_scale": 1.0, "guidance_scale_2": 1.0}
-    lora = {"lora": "x-4steps_high_noise", "wanted": 4}
-    assert planned(*both) == (quick, [str(fact("planner.lora_steps_used", **lora))])
+    lora = {"name": "x-4steps_high_noise", "wanted": 4}
+    assert planned(*both) == (quick, [str(fact("planner.distilled_used", **lora))])
     scales, warnings = planned(*both, "--steps", "20", "--guidance", "4,3")
     assert scales == {"steps": 20, "guidance_scale": 4.0, "guidance_scale_2": 3.0}
-    assert warnings == [str(fact("planner.lora_other_guidance", **lora, steps=20, guidance=4))]
+    assert warnings == [str(fact("planner.distilled_other_guidance", **lora, steps=20, guidance=4))]
     assert planned("--lora", "style_low_noise", "--preset", "lightning-4") == (quick, [])
     assert [shift_of(*flags) for flags in ((), ("--shift", "6"), ("--shift", "auto"))] == [5.0, 6.0, None]
     assert planned("--lora", "style_low_noise", "--preset", "lightning-4", "--steps", "6")[0] == quick | {"steps": 6}

@@ -38,6 +38,7 @@ from runtime.models.stored_weights import file_tensors, stored_weights
 from runtime.models.tensor_stream import MappedFiles
 from runtime.models.weights import load_module, load_stored
 from runtime.planner.memory_model import weights_bytes
+from runtime.planner.resolve import PlanningContext, resolve
 from tests import lora_files, transformer_files
 from tests.plans import machine
 from tests.tiny_models import ANIMATE
@@ -506,8 +507,6 @@ def test_another_model_is_refused(change: Callable[[State], State], code: str, s
 
 
 def test_bitsandbytes_is_refused(state: State, weights: Path) -> None:
-    from runtime.planner.resolve import PlanningContext, resolve
-
     save_plain(weights / "model.safetensors", state, torch.float16)
     request = GenerationRequest(prompt="a boat", model="model", quantization="bnb-4bit")
     with pytest.raises(TandemError) as caught:
@@ -658,6 +657,31 @@ def test_formats_of_comfyui_in_all_their_forms(tmp_path: Path, subtests: pytest.
             save_file(file, tmp_path / "one.safetensors")
             ((_, stored),) = stored_weights(file_tensors(tmp_path / "one.safetensors")).items()
             assert torch.equal(read_plain(stored, MappedFiles(), torch.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "new_noise"),
+    [
+        ("FastWan2.2-TI2V-5B-FullAttn-Diffusers", 3, True),
+        ("Wan2.1-T2V-14B-StepDistill-CfgDistill", 4, False),
+        ("Wan2.1-T2V-14B-8steps", 8, False),
+        # Guidance alone is distilled, or the name is of those who packed it.
+        ("Wan2.1-T2V-14B-CfgDistill-lightx2v", None, False),
+    ],
+)
+def test_the_name_of_a_folder_or_file_states_its_distillation(
+    name: str, steps: int | None, new_noise: bool, weights: Path, state: State
+) -> None:
+    plain = find("base", weights)
+    shutil.copytree(weights / "base", weights / name)
+    save_plain(weights / f"{name}-fp16.safetensors", state, torch.float16)
+    for spec in (find(name, weights), find(f"{name}-fp16", weights)):
+        assert (spec.distilled_steps, spec.noise.renewed) == (steps, new_noise)
+        quick = (steps, 1.0) if steps else (plain.defaults.steps, plain.defaults.guidance_scale)
+        assert (spec.defaults.steps, spec.defaults.guidance_scale) == quick
+        request = GenerationRequest(prompt="a boat", frames=5, width=64, height=64)
+        facts = resolve(request, spec, PlanningContext(machine(), Path("x.mp4"))).warnings
+        assert ("planner.distilled_used" in [fact.code for fact in facts]) == bool(steps)
 
 
 def stating(values: object) -> Change:

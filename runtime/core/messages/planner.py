@@ -563,19 +563,19 @@ _WARNINGS: Mapping[str, Message] = {
         "The LoRA {lora} was distilled with shift {wanted:g}, and this video uses {shift:g}. Use {set[shift]} "
         "{wanted:g}."
     ),
-    "planner.lora_other_steps": Message(
-        "The LoRA {lora} was distilled for {wanted} steps without guidance, and this video uses {steps:n step}. Use "
+    "planner.distilled_other_steps": Message(
+        "{name} was distilled for {wanted} steps without guidance, and this video uses {steps:n step}. Use "
         "{set[steps]} {wanted} {set[guidance]} 1."
     ),
-    "planner.lora_other_guidance": Message(
-        "The LoRA {lora} was distilled for {wanted} steps without guidance, and this video uses {steps:n step} with "
+    "planner.distilled_other_guidance": Message(
+        "{name} was distilled for {wanted} steps without guidance, and this video uses {steps:n step} with "
         "guidance {guidance:g}. Use {set[steps]} {wanted} {set[guidance]} 1."
     ),
     "planner.lora_without_effect": Message(
         "The LoRA {lora} also changes layers that {model} does not have; they are left out: {layers:list}."
     ),
-    "planner.lora_steps_used": Message(
-        "The LoRA {lora} was distilled for {wanted} steps without guidance; this video uses these values."
+    "planner.distilled_used": Message(
+        "{name} was distilled for {wanted} steps without guidance; this video uses these values."
     ),
     "planner.offload_on_cpu": Message("{chosen:settings} has no effect on the CPU: {cause:clause}."),
     "planner.one_gpu_memory": Message("One GPU is used: several have too little memory."),

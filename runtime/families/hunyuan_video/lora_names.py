@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.models.lora_names import Blocks, DistilledLoras, LoraNames, Names
+from runtime.models.lora_names import Blocks, DistilledNames, LoraNames, Names
 from runtime.models.spec import ModelSpec
 
 _DOUBLE, _SINGLE = "transformer_blocks", "single_transformer_blocks"
@@ -129,7 +129,7 @@ _REFINER_RATIO = 4
 _FASTVIDEO = re.compile(r"(?<![a-z])fast[\s_-]?(hunyuan|video)", re.IGNORECASE)
 # FastVideo's --flow_shift with that model.
 FASTVIDEO_SHIFT = 17.0
-DISTILLED = DistilledLoras(
+DISTILLED = DistilledNames(
     {_FASTVIDEO: 6, re.compile(r"(?<![a-z])accvid", re.IGNORECASE): 5}, {_FASTVIDEO: FASTVIDEO_SHIFT}
 )
 

@@ -7,7 +7,7 @@ import re
 from math import prod
 from typing import Any
 
-from runtime.models.lora_names import Blocks, DistilledLoras, LoraNames, Names
+from runtime.models.lora_names import Blocks, DistilledNames, LoraNames, Names
 from runtime.models.registry import ABSENT
 from runtime.models.spec import ModelSpec
 
@@ -90,14 +90,16 @@ _DMD_LEVELS = (1.0, 0.757, 0.522)
 # https://github.com/guandeh17/Self-Forcing, configs/self_forcing_dmd.yaml).
 _SELF_FORCING = re.compile(r"self[\s_-]?forcing", re.IGNORECASE)
 _SELF_FORCING_LEVELS = (1.0, 15 / 16, 5 / 6, 5 / 8)
-DISTILLED = DistilledLoras(
-    {
-        _DMD: len(_DMD_LEVELS),
-        _SELF_FORCING: len(_SELF_FORCING_LEVELS),
-        re.compile(r"lightning|lightx2v|distill|accvid|turbo", re.IGNORECASE): 4,
-    },
+_STEPS = {_DMD: len(_DMD_LEVELS), _SELF_FORCING: len(_SELF_FORCING_LEVELS)}
+_LEVELS = {_DMD: _DMD_LEVELS, _SELF_FORCING: _SELF_FORCING_LEVELS}
+DISTILLED = DistilledNames(
+    {**_STEPS, re.compile(r"lightning|lightx2v|distill|accvid|turbo", re.IGNORECASE): 4},
     {_LIGHTX2V: LIGHTX2V_SHIFT},
-    {_DMD: _DMD_LEVELS, _SELF_FORCING: _SELF_FORCING_LEVELS},
+    _LEVELS,
+)
+# Whole models. Guidance alone may be distilled, and lightx2v repackages others' models, too.
+DISTILLED_MODELS = DistilledNames(
+    {**_STEPS, re.compile(r"lightning|step[\s_-]?distill|accvid|turbo", re.IGNORECASE): 4}, {}, _LEVELS
 )
 
 

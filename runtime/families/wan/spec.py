@@ -355,6 +355,7 @@ class WanFamily(Family):
     lora_change = staticmethod(lora_names.NAMES.change_of)
     lora_weight_shape = staticmethod(lora_names.weight_shape)
     distilled_steps = staticmethod(lora_names.DISTILLED.steps)
+    distilled_model = staticmethod(lora_names.DISTILLED_MODELS.steps)
     distilled_shift = staticmethod(lora_names.DISTILLED.shift)
     distilled_levels = staticmethod(lora_names.DISTILLED.noise_levels)
 

@@ -385,7 +385,7 @@ def test_step_distillation_keeps_a_guidance_scale_that_is_an_input(
         assert (defaults.steps, defaults.guidance_scale) == (6, guidance)
     plan = tiny_plan(with_loras(spec, [Lora(str(path))], tmp_path), tmp_path / "x.mp4", loras=(str(path),), steps=AUTO)
     codes = [fact.code for fact in plan.warnings]
-    assert "planner.lora_steps_used" in codes and "planner.lora_other_guidance" not in codes
+    assert "planner.distilled_used" in codes and "planner.distilled_other_guidance" not in codes
     assert plan.steps == 6
     shifts = [fact.data for fact in plan.warnings if fact.code == "planner.lora_shift"]
     assert [(data["wanted"], data["shift"]) for data in shifts] == [(FASTVIDEO_SHIFT, 7.0)]
