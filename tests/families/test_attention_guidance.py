@@ -100,6 +100,7 @@ def test_the_result_is_limited_and_scale_1_changes_nothing() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("model", ["wan2.1", "wan2.2-ti2v-5b", "wan2.1-i2v"])
 def test_wan_equals_the_authors(model: str, tiny: Tiny) -> None:
     spec = tiny(model)
@@ -120,13 +121,20 @@ def test_wan_equals_the_authors(model: str, tiny: Tiny) -> None:
     times = torch.full((1, 3 * 3 * 4) if spec.expand_timesteps else (1,), 400.0)
     wanted = module(latents, times, texts, image, return_dict=False)[0]
     reasons: list[Fact] = []
-    for speed in (NAG, NAG.replace(text_kept=True, fused=True)):
+    for speed in (NAG, NAG.replace(text_kept=True, fused=True), NAG.replace(text_kept=True, compiled=True)):
         denoiser = PyTorchDenoiser(load(), speed)
         assert close(denoiser(latents, TIMESTEP, given), wanted)
         # A text alone is not guided, and a negative prompt that equals the prompt changes nothing.
         alone = denoiser(latents, TIMESTEP, given[:1])
         assert not close(alone, wanted)
         assert close(denoiser(latents, TIMESTEP, given[:1].expand(2, -1, -1)), alone)
+    denoiser.compute(NAG)
+    with denoiser.caching("first-block:0.1"):
+        for fresh, given_latents in ((True, latents), (False, latents * 1.001)):
+            denoiser.begin_step(fresh=fresh, exact=True)
+            # The second step adds the guided blocks' change of the first one.
+            got = denoiser(given_latents, TIMESTEP, given)
+            assert (got - wanted).norm() / wanted.norm() < (1e-5 if fresh else 5e-3)
     denoiser.compute(NAG, None, on_engines(spec, Engines(spec), reasons))
     assert close(denoiser(latents, TIMESTEP, given), wanted)
     assert not reasons

@@ -1,5 +1,6 @@
 """LoRAs in a part of the steps, in tiny jobs: the weights of each step, equal videos after a resume, plans."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from runtime.core.errors import InvalidRequestError
 from runtime.core.events import Resumed, VideoSaved
 from runtime.core.request import GenerationRequest
 from runtime.execution.residency import Residency
+from runtime.models.catalogue import find
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_module
 from runtime.pipeline.checkpoint import CheckpointFolder, identity
@@ -18,6 +20,7 @@ from runtime.pipeline.files import stamps
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_loras import Place
 from tests.pipeline.test_run import frames_of
+from tests.transformer_files import FORMATS, wide_transformer
 
 Tiny = Callable[[str], ModelSpec]
 
@@ -60,6 +63,18 @@ def test_a_range_of_all_steps_changes_nothing_and_of_some_less(tiny: Tiny, tmp_p
         frames.append(frames_of(video))
     assert frames[0] == frames[1]
     assert len({*frames}) == 3
+
+
+def test_layers_that_a_file_quantizes_get_the_loras_of_each_range(tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "base")
+    FORMATS["INT8"](tmp_path / "weights" / "model.safetensors", wide_transformer().state_dict())
+    place, video = Place(find("model", tmp_path / "weights"), tmp_path), tmp_path / "x.mp4"
+    assert place.spec.is_packed
+    frames = []
+    for loras in (("style:0.8",), ("style:0.8@0-0.5", "style:0.8@0.5-1"), ("style:0.8@0-0.5",)):
+        assert isinstance(place.run(*place.plan(*loras))[-1], VideoSaved)
+        frames.append(frames_of(video))
+    assert frames[0] == frames[1] != frames[2]
 
 
 def test_the_plan_counts_loads_and_refuses_what_it_cannot(tiny: Tiny, tmp_path: Path) -> None:
