@@ -4,6 +4,7 @@ Names are turned round from diffusers' scripts/convert_ltx2_to_diffusers.py, com
 converters of release 0.42.1 and gguf's table of names check them, where they have such components.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -142,7 +143,12 @@ def gemma_state(spec: ModelSpec) -> State:
 
 
 def save_gemma(path: Path, state: State, style: str) -> State:
-    """Save Gemma as "comfyui" (FP8 with scales), "transformers" or "gguf" (Q8_0); return what the file holds."""
+    """Save Gemma in a style; return what the file holds.
+
+    Args:
+        style: "comfyui" (FP8 with scales), "fp4_mixed" (NVFP4 and FP8, as comfy-kitchen quantizes), "transformers" or
+            "gguf" (Q8_0).
+    """
     held: State = {}
     file: State = {}
     if style == "transformers":
@@ -166,6 +172,23 @@ def save_gemma(path: Path, state: State, style: str) -> State:
             file |= {f"model.{name}": data, f"model.{name.replace('.weight', '.scale_weight')}": scale}
             held[name] = data.float() * scale
         save_file(file, path)
+        return held
+    if style == "fp4_mixed":
+        from comfy_kitchen.tensor import QuantizedTensor  # takes seconds
+
+        for number, (name, tensor) in enumerate(state.items()):
+            if tensor.ndim == 1 or name.startswith("embed_tokens") or tensor.shape[1] % 16:
+                file[f"model.{name}"] = held[name] = tensor.to(torch.bfloat16)
+                continue
+            layout, stated = (
+                ("TensorCoreNVFP4Layout", "nvfp4") if number % 2 else ("TensorCoreFP8Layout", "float8_e4m3fn")
+            )
+            quantized = QuantizedTensor.from_float(tensor.float(), layout)
+            file |= quantized.state_dict(f"model.{name}")
+            blob = torch.tensor(list(json.dumps({"format": stated}).encode()), dtype=torch.uint8)
+            file[f"model.{name.removesuffix('.weight')}.comfy_quant"] = blob
+            held[name] = quantized.dequantize()
+        save_file({name: tensor.contiguous() for name, tensor in file.items()}, path)
         return held
     writer, kind = gguf.GGUFWriter(None, "gemma3"), gguf.GGMLQuantizationType.Q8_0
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA3, 48)

@@ -84,9 +84,9 @@ def test_a_published_file_makes_the_same_video(tiny: Tiny, tmp_path: Path) -> No
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("style", ["comfyui", "gguf"])
+@pytest.mark.parametrize("style", ["comfyui", "fp4_mixed", "gguf"])
 def test_components_of_other_programs_are_combined(style: str, tiny: Tiny, tmp_path: Path) -> None:
-    version = {"comfyui": 0, "gguf": 1}[style]
+    version = {"comfyui": 0, "fp4_mixed": 0, "gguf": 1}[style]
     whole = tiny(LTX2_DISTILLED[version])
     weights = bare_folder(whole, tmp_path / "weights")
     folders = {name: tmp_path / name for name in ("diffusion_models", "vae", "text_encoders", "latent_upscale_models")}
