@@ -28,15 +28,15 @@ def test_depths_equal_those_of_the_cpu(tmp_path: Path) -> None:
     assert np.abs(got - wanted).max() < 1e-2 * np.abs(wanted).max()
 
 
-def test_people_equal_those_of_the_cpu(tmp_path: Path) -> None:
+def test_points_of_people_equal_those_of_the_cpu(tmp_path: Path) -> None:
     save_pose(tmp_path)
     use = find_preprocessor(POSE, tmp_path, None)
-    wanted, got = (PoseModel(use, device).people(pictures()) for device in ("cpu", "cuda:0"))
-    assert [len(people) for people in got] == [len(people) for people in wanted] == [3, 3]
-    # Boxes are in no order if their scores are equal.
-    for frames in zip(got, wanted, strict=True):
-        centers = [sorted(person[:, :2].mean() for person in people) for people in frames]
-        assert np.allclose(*centers, atol=1)
+    wanted, got = (PoseModel(use, device) for device in ("cpu", "cuda:0"))
+    # The tiny detector has the same score for all boxes, so that any of them may come first.
+    assert [len(people) for people in got.people(pictures())] == [3, 3]
+    boxes = np.array([[4.0, 4.0, 40.0, 44.0]])
+    (points,), (exact,) = (model._in_boxes(pictures()[0], boxes) for model in (got, wanted))
+    assert np.abs(points - exact).max() < 0.1
 
 
 def test_a_chat_model_answers_on_the_gpu(tmp_path: Path) -> None:
