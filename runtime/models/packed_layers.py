@@ -260,7 +260,7 @@ def dequantize(
     if kind == NVFP4:
         blocks, whole = scales
         scale = blocks.float().reshape(data.shape[0], -1, 1) * whole.float().reshape(())
-        return _scaled(_four_bit_floats(data & 0xF, data >> 4), scale)
+        return _scaled(_in_pairs(data, _float_pairs(data.device)), scale)
     from runtime.upstream.diffusers import dequantize_gguf
 
     inner = torch.float32 if dtype == torch.float32 else torch.float16
@@ -278,26 +278,40 @@ def _dequantize_comfy(kind: str, data: torch.Tensor, scales: list[torch.Tensor])
     if kind == COMFY_NVFP4:
         blocks, whole, *columns = scales
         scale = _untiled(blocks, rows, data.shape[1] * 2 // NVFP4_BLOCK) * whole.float().reshape(())
-        weight = _scaled(_four_bit_floats(data >> 4, data & 0xF), scale)
-        return weight * columns[0].float().reshape(1, -1) if columns else weight
+        weight = _scaled(_in_pairs(data, _float_pairs(data.device).flip(1)), scale)
+        return weight.mul_(columns[0].float().reshape(1, -1)) if columns else weight
     groups, per_row, *table = scales
-    codes = torch.stack((data & 0xF, (data >> 4) & 0xF), dim=-1).reshape(rows, -1).int()
-    values = table[0].float().reshape(-1)[codes] if table else codes.float() - 8
+    values = table[0].float().reshape(-1) if table else torch.arange(-8.0, 8.0, device=data.device)
     # Rounded, because the kernels multiply whole numbers.
-    whole_numbers = _scaled(values, groups.float().reshape(rows, -1, 1)).round().clamp(-127, 127)
-    return whole_numbers * per_row.float().reshape(-1, 1)
+    whole_numbers = _scaled(_in_pairs(data, _pairs(values)), groups.float().reshape(rows, -1, 1))
+    return whole_numbers.round_().clamp_(-127, 127).mul_(per_row.float().reshape(-1, 1))
 
 
-def _four_bit_floats(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return the values of codes of four bits (out, in / 2), in turn, as (out, in) in float32."""
-    table = torch.tensor(_E2M1, dtype=torch.float32, device=first.device)
-    return table[torch.stack((first, second), dim=-1).reshape(first.shape[0], -1).int()]
+@cache
+def _float_pairs(device: torch.device) -> torch.Tensor:
+    """Return `_pairs` of floats of four bits, float32."""
+    return _pairs(torch.tensor(_E2M1, dtype=torch.float32, device=device))
+
+
+def _pairs(values: torch.Tensor) -> torch.Tensor:
+    """Return the values of both codes of each byte, (256, 2), that in the lower half first.
+
+    Args:
+        values: of the codes of four bits, (16,).
+    """
+    codes = torch.arange(256, device=values.device)
+    return values[torch.stack((codes & 0xF, codes >> 4), dim=-1)]
+
+
+def _in_pairs(data: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Return the values of bytes (out, in / 2) as (out, in), a new tensor."""
+    return pairs[data.view(torch.uint8).int()].reshape(data.shape[0], -1)
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Multiply groups of columns of (out, in) by scales (out, groups, 1)."""
+    """Multiply groups of columns of (out, in), which are written over, by scales (out, groups, 1)."""
     rows, groups = scales.shape[:2]
-    return (values.reshape(rows, groups, -1) * scales).reshape(rows, -1)
+    return values.reshape(rows, groups, -1).mul_(scales).reshape(rows, -1)
 
 
 def _untiled(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
