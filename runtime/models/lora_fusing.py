@@ -54,6 +54,8 @@ _OF_WEIGHT = frozenset({"up", "diff", "hada_w1_a", "lokr_w1", "lokr_w1_a"})
 _OF_BIAS = frozenset({"bias", "up_bias"})
 # Factors whose first axis is the rank. LoKr's first factor is seldom a product; LyCORIS gives both the same rank.
 _WITH_RANK = ("down", "hada_w1_b", "lokr_w2_b", "lokr_w1_b")
+# Beside factors, what makes the change of the weight another one than their product.
+_CHANGES_PRODUCT = frozenset({"diff", "magnitude"})
 # The roles of tensors that have the rows of the weight.
 _BY_ROWS = frozenset({"up", "diff", "bias", "up_bias", "magnitude", "hada_w1_a", "hada_w2_a"})
 
@@ -63,8 +65,7 @@ def fuse(module: torch.nn.Module, spec: ModelSpec, component: str, dtype: torch.
     """Add the spec's LoRAs to the weights of a loaded transformer, in place.
 
     Sums are computed in float32 and rounded once to the weight's dtype. A weight that was quantized here equals that of
-    a model whose files contain the LoRAs; it is read from the files again. For a `PackedLinear`, the sum is computed at
-    each call.
+    a model whose files contain the LoRAs; it is read from the files again. A `PackedLinear` keeps the factors.
 
     Args:
         dtype: in which the weights were loaded.
@@ -162,7 +163,11 @@ def _change(
         if isinstance(target, PackedLinear) and parameter is weight:
             for delta in relevant:
                 tensors = _tensors(delta, files[delta.use.digest], torch.device("cpu"), torch.bfloat16)
-                target.add(delta.use.weight, tensors, partial(_weight_change, scale=_scale(delta, tensors), of=delta))
+                scale = _scale(delta, tensors)
+                if "up" in tensors and not _CHANGES_PRODUCT & set(tensors):
+                    target.add_product(delta.use.weight * scale, tensors["up"].flatten(1), tensors["down"].flatten(1))
+                else:
+                    target.add(delta.use.weight, tensors, partial(_weight_change, scale=scale, of=delta))
             continue
         quantized = is_quantized(parameter)
         original = stored(f"{name}.weight").to(parameter.device, dtype) if quantized and stored else parameter

@@ -1,7 +1,7 @@
 """Linear layers whose weights stay in memory as files store them, and are dequantized at each call.
 
-Formats: see `models.stored_weights`. LoRAs are kept as their factors and added to the dequantized weight, so that
-it is not quantized again.
+Formats: see `models.stored_weights`. LoRAs are kept as their factors, so that the weight is not quantized again. A
+product of two matrices multiplies the layer's input; others are added to the dequantized weight.
 
 Layers in INT8 and W4A8 may be multiplied by the kernels of the package `comfy-kitchen` instead, see `use_int8_kernels`.
 """
@@ -64,7 +64,8 @@ class PackedLinear(nn.Linear):
             self.register_buffer(f"scale_{number}", scale)
         self._scales = len(scales)
         self._kernels: _Int8Kernels | None = None
-        self._added: list[tuple[float, tuple[str, ...], Callable[..., torch.Tensor]]] = []
+        self._added: list[tuple[float, Mapping[str, str], Callable[..., torch.Tensor]]] = []
+        self._products: list[tuple[float, Mapping[str, str]]] = []
 
     def add(
         self,
@@ -73,10 +74,21 @@ class PackedLinear(nn.Linear):
         change: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
     ) -> None:
         """Add `strength` times `change(weight, tensors)`, in float32 (out, in), to the weight."""
-        number = len(self._added)
+        self._added.append((strength, self._keep(f"added_{len(self._added)}", tensors), change))
+
+    def add_product(self, strength: float, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Add `strength` times `up` (out, rank) times `down` (rank, in) to the weight."""
+        names = self._keep(f"product_{len(self._products)}", {"up": up, "down": down})
+        self._products.append((strength, names))
+
+    def _keep(self, prefix: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, str]:
+        """Register tensors as buffers, which move with the weight; return the names of these."""
         for name, tensor in tensors.items():
-            self.register_buffer(f"added_{number}_{name}", tensor.to(self.weight.device))
-        self._added.append((strength, tuple(tensors), change))
+            self.register_buffer(f"{prefix}_{name}", tensor.to(self.weight.device))
+        return {name: f"{prefix}_{name}" for name in tensors}
+
+    def _kept(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, buffer) for name, buffer in names.items()}
 
     @property
     def scales(self) -> list[torch.Tensor]:
@@ -84,21 +96,37 @@ class PackedLinear(nn.Linear):
         return [getattr(self, f"scale_{number}") for number in range(self._scales)]
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight (out, in)."""
+        """Return the weight (out, in) with all that was added to it."""
+        if not self._products:
+            return self._changed(dtype)
+        total = self._changed(torch.float32)
+        for strength, names in self._products:
+            factors = self._kept(names)
+            total = total.addmm(factors["up"].float(), factors["down"].float(), alpha=strength)
+        return total.to(dtype)
+
+    def _changed(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight (out, in) without products of two matrices."""
         weight = dequantize(self.kind, self.weight, self.scales, dtype, self.rotated)
         if not self._added:
             return weight.to(dtype)
         before = total = weight.float()
-        for number, (strength, names, change) in enumerate(self._added):
-            tensors = {name: getattr(self, f"added_{number}_{name}") for name in names}
-            total = torch.add(total, change(before, tensors), alpha=strength)
+        for strength, names, change in self._added:
+            total = torch.add(total, change(before, self._kept(names)), alpha=strength)
         return total.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = None
+        result = None
         if self._kernels is not None and not self._added:
-            product = self._kernels.product(self, x)
-        return nn.functional.linear(x, self.dequantized(x.dtype), self.bias) if product is None else product
+            result = self._kernels.product(self, x)
+        if result is None:
+            result = nn.functional.linear(x, self._changed(x.dtype), self.bias)
+        for strength, names in self._products:
+            factors = self._kept(names)
+            inner = nn.functional.linear(x, factors["down"].to(x.dtype)).flatten(0, -2)
+            # In place, because a copy of the widest layer's result needs a gigabyte.
+            result.view(-1, self.out_features).addmm_(inner, factors["up"].to(x.dtype).T, alpha=strength)
+        return result
 
 
 class _Int8Kernels:
@@ -138,8 +166,8 @@ class _Int8Kernels:
 def use_int8_kernels(module: nn.Module, *, used: bool, on_failed: Callable[[Fact], None] | None = None) -> None:
     """Let layers in INT8 and W4A8 be multiplied by comfy-kitchen's kernels, or dequantized at each call again.
 
-    The kernels round the rows of a layer's input to 8 bits, as ComfyUI does with such files. Layers with LoRAs are
-    dequantized.
+    The kernels round the rows of a layer's input to 8 bits, as ComfyUI does with such files. Layers are dequantized if
+    something was added to their weights that is no product of two matrices.
 
     Args:
         on_failed: called once if they fail; all layers are dequantized from then on.

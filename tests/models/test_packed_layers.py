@@ -1,4 +1,4 @@
-"""Layers in INT8 that kernels multiply: near the dequantized product, never with LoRAs, and with a fallback."""
+"""Layers in INT8 that kernels multiply: near the dequantized product, with and without LoRAs, and with a fallback."""
 
 from functools import cache
 from typing import Any
@@ -65,8 +65,30 @@ def test_layers_that_kernels_do_not_multiply_are_dequantized() -> None:
     assert torch.equal(layer(x), wanted)
 
 
+@pytest.mark.parametrize("name", ["rotated", "table"])
 @torch.no_grad()
-def test_layers_with_loras_are_dequantized() -> None:
+def test_a_product_of_two_matrices_is_added_to_the_result(name: str) -> None:
+    layer, x, failures = layer_of(name), rows(), list[Fact]()
+    use_int8_kernels(layer, used=True, on_failed=failures.append)
+    by_kernels, weight = layer(x), layer.dequantized(torch.float32)
+    random = torch.Generator().manual_seed(4)
+    change = torch.zeros(160, 256)
+    for strength in (0.5, -2.0):
+        up, down = (torch.randn(shape, generator=random).bfloat16() for shape in ((160, 4), (4, 256)))
+        layer.add_product(strength, up, down)
+        change += strength * up.float() @ down.float()
+    torch.testing.assert_close(layer.dequantized(torch.float32), weight + change, rtol=1e-5, atol=1e-4)
+    # The base is multiplied by the kernels as before.
+    torch.testing.assert_close(layer(x) - by_kernels, x @ change.T, rtol=1e-4, atol=1e-3)
+    assert not failures
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-4)
+    use_int8_kernels(layer, used=False)
+    torch.testing.assert_close(layer(x), x @ (weight + change).T + 1, rtol=1e-4, atol=1e-3)
+
+
+@torch.no_grad()
+def test_layers_to_which_other_changes_are_added_are_dequantized() -> None:
     layer, x = layer_of("rotated"), rows()
     layer.add(0.5, {"up": torch.ones(160, 1)}, lambda weight, factors: factors["up"].expand_as(weight))
     wanted = layer(x)

@@ -280,14 +280,19 @@ def test_control_blocks_alone_are_refused(prefix: str, weights: Path) -> None:
     assert refused("Wan2_1-VACE_module_14B_bf16", weights).code == "model.file_has_control_blocks_only"
 
 
-@pytest.mark.parametrize("title", ["BF16", "FP8", "FP8 with scales", "GGUF Q4_K"])
-def test_a_lora_is_added_to_the_dequantized_weight(title: str, state: State, weights: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", ["BF16", "FP8", "FP8 with scales", "GGUF Q4_K", "INT8"])
+def test_a_lora_is_added_to_a_weight_of_a_file(title: str, state: State, weights: Path, tmp_path: Path) -> None:
     held = FORMATS[title](weights / f"model{suffix_of(title)}", state)
     spec = find("model", weights)
     factors = lora_files.factors(spec.transformer)
     tensors = lora_files.wan(factors)
     # Lightning's files store alpha as a whole number.
     tensors |= {f"diffusion_model.blocks.{block}.{name}.alpha": torch.tensor(8) for block, name in factors}
+    # One change is no product of two matrices.
+    whole = "diffusion_model.blocks.0.ffn.0."
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(whole)}
+    down, up = factors[0, "ffn.0"]
+    tensors[f"{whole}diff"] = 8 / lora_files.RANK * up @ down
     save_file(tensors, tmp_path / "style.safetensors")
     use = Lora(str(tmp_path / "style.safetensors"), 0.5)
     names = {wan: diffusers for wan, diffusers, _ in lora_files.LINEAR}
@@ -300,6 +305,9 @@ def test_a_lora_is_added_to_the_dequantized_weight(title: str, state: State, wei
     if spec.is_packed:
         of_file = (tmp_path / "style.safetensors").stat().st_size
         assert changed.files["transformer"].packed_bytes == spec.files["transformer"].packed_bytes + of_file
+        packed = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
+        assert sum(len(layer._products) for layer in packed) == len(factors) - 1
+        assert sum(len(layer._added) for layer in packed) == 1
 
 
 def test_block_engines_get_a_weight_dequantized(state: State, weights: Path) -> None:
