@@ -76,7 +76,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let collections of garbage skip the objects of modules and tests, hundreds of thousands that stay to the end."""
-    gc.collect()
     gc.freeze()
 
 

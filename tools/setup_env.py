@@ -12,7 +12,7 @@ Runs on any Python from 3.10 with the standard library only, before anything is 
 2. Otherwise, under a lock: make `.venv` (again, if its Python does not run), install the PyTorch build for the machine,
    then the requirement files.
 3. If Python may not write bytecode (PYTHONDONTWRITEBYTECODE), compile Tandem after each change of it, because Python
-   would compile it at every start. pip compiles the packages. Tests always write bytecode.
+   would compile it at every start. Packages are compiled while they are installed. Tests always write bytecode.
 
 Messages go to standard error; standard input and output belong to the program, which replaces this process (on Windows,
 its exit code is returned). Exit codes: 2 for errors, with one line for the problem and one for the fix; 130 for Ctrl-C.
@@ -278,6 +278,7 @@ def install(testing: bool) -> None:
     if nvidia:
         names.append(GPU)
         install_gpu_extras()
+    compile_packages()
     write_stamp(
         {
             "files": {name: digest(name) for name in names},
@@ -483,12 +484,27 @@ def has_rtx_gpu() -> bool:
     return answer is not None and (answer in RTX_CAPABILITIES or float(answer) >= FIRST_NEWER_RTX)
 
 
+def compile_packages() -> None:
+    """Compile the packages on all cores; pip would do it on one. What no Python can compile is left as it is."""
+    command = [str(PYTHON), "-I", "-m", "compileall", "-q", "-j", "0", str(site_packages())]
+    # As pip, it holds the lock.
+    subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        close_fds=False,
+        check=False,
+    )
+
+
 # pip.
 
 
 def pip(*args: str, doing: str) -> None:
-    """Run pip in `.venv`. Raises SetupError with pip's reason."""
-    code, text = run_pip(["--no-input", *args])
+    """Run pip in `.venv`; see `compile_packages` for the bytecode. Raises SetupError with pip's reason."""
+    command, *more = args
+    code, text = run_pip(["--no-input", command, *["--no-compile"] * (command == "install"), *more])
     if code == 0:
         return
     if "No space left on device" in text or "not enough space on the disk" in text:

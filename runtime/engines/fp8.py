@@ -9,7 +9,7 @@ limit of float16, for up to 21,000 channels.
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +48,7 @@ class Fp8Weight(NamedTuple):
         return cls(*quantize_rows(weight))
 
 
-Weight = torch.Tensor | Fp8Weight
+Weight: TypeAlias = torch.Tensor | Fp8Weight
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> torch.Tensor:

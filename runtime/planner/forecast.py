@@ -350,6 +350,8 @@ def _similar_call(
     inputs: ForecastInputs, strategy: MemoryStrategy, name: str, speed: Speed
 ) -> tuple[Speed, Seconds] | None:
     """Return the most similar options of PyTorch with which earlier jobs measured a call, and its seconds."""
+    if not inputs.history:
+        return None
     without = ({"compiled": False, "vae_kernels": False}, {"sparse_tau": None}, {"nag": EAGER.nag})
     for like in (*(speed.replace(**fields) for fields in without), EAGER):
         call = _ran_call(inputs, strategy, name, like)

@@ -1,7 +1,7 @@
 """One server, one Chromium and few contexts for all browser tests; one test runs by default, the others are `slow`.
 
 A context keeps the page's scripts, of which loading takes seconds of processor time: it is used again by later tests,
-without what the page has stored.
+without what the page has stored. Its first page stays empty and open, and with it the process of its pages.
 """
 
 import json
@@ -30,6 +30,8 @@ ARGUMENTS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # Pages of a context run in one process, which keeps the compiled scripts: that saves a fifth of the processor time.
+    "--renderer-process-limit=1",
 ]
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 844}
@@ -95,8 +97,12 @@ class Contexts:
         self._taken: list[Any] = []
 
     def take(self) -> Any:
-        """Return a context in which no page is open and nothing is stored."""
-        context = self._free.pop(0) if self._free else self._browser.new_context()
+        """Return a context in which only an empty page is open and nothing is stored."""
+        if self._free:
+            context = self._free.pop(0)
+        else:
+            context = self._browser.new_context()
+            context.new_page()
         self._taken.append(context)
         return context
 
@@ -113,19 +119,17 @@ class Contexts:
 
 
 def _clear(context: Any) -> None:
-    """Close all pages and remove what they have stored, except for copies of the server's files."""
+    """Close all pages but the first one and remove what they have stored, except for copies of the server's files."""
     context.clear_permissions()
     context.clear_cookies()
-    origins = {"/".join(page.url.split("/")[:3]) for page in context.pages if page.url.startswith("http")}
-    for page in context.pages:
+    empty, *pages = context.pages
+    origins = {"/".join(page.url.split("/")[:3]) for page in pages if page.url.startswith("http")}
+    for page in pages:
         page.close()
-    if not origins:
-        return
-    blank = context.new_page()
-    session = context.new_cdp_session(blank)
+    session = context.new_cdp_session(empty)
     for origin in origins:
         session.send("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "local_storage,indexeddb"})
-    blank.close()
+    session.detach()
 
 
 @pytest.fixture(scope="package")

@@ -1,5 +1,6 @@
 """What processes load that are forked in tests: they build or verify ONNX engines, or run jobs or a part of one."""
 
+import gc
 import importlib
 import logging
 import warnings
@@ -28,3 +29,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.onnx.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),), dynamo=True, verbose=False)
 logging.disable(logging.NOTSET)
+
+# Collections of garbage in the forks skip what was imported.
+gc.collect()
+gc.freeze()

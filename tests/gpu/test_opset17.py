@@ -32,19 +32,15 @@ SOUND: LatentSize = (7, 1, 1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "component", "name", "latent"),
+    # Each has operators that no other has; of block engines, those of the one that has most.
     [
         ("hunyuan-video", "text_encoder", "text_encoder", (1, 1, 1)),
         ("hunyuan-video", "vae", "vae_group_3", (3, 4, 6)),
-        ("ltx-2", "vae", "vae_clip", (2, 2, 3)),
         ("ltx-2", "vocoder", "vocoder", SOUND),
         ("ltx-2.3", "vae", "vae_clip", (2, 2, 3)),
-        ("ltx-2.3", "vae_encoder", "vae_encoder_first", (1, 2, 3)),
         ("ltx-2.3", "audio_vae", "audio_vae", SOUND),
         ("ltx-2.3", "vocoder", "vocoder", SOUND),
-        ("ltx-2.3", "transformer", "block_qkv", (1, 1, 1)),
         ("ltx-2.3", "transformer", "block_cross", (1, 1, 1)),
-        ("ltx-2.3", "transformer", "block_sound_query", (1, 1, 1)),
-        ("ltx-2.3", "transformer", "block_sound_feed_forward", (1, 1, 1)),
     ],
 )
 def test_a_rewritten_file_computes_the_same(

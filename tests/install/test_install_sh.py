@@ -78,8 +78,9 @@ def test_second_run_calls_no_pip(repo: Repo) -> None:
 @pytest.mark.slow
 def test_changed_requirements_are_installed(repo: Repo) -> None:
     repo.require("tinydep==2.0")
-    done = repo.run()
+    done = repo.run(PYTHONDONTWRITEBYTECODE="1")
     assert report(done)["tinydep"] == 2
+    assert list((repo.site_packages() / "tinydep" / "__pycache__").iterdir()), "packages are compiled"
     assert "PyTorch 2.13.0+cpu is already there" in done.stderr
 
 

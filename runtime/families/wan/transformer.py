@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,7 +49,7 @@ from runtime.upstream.diffusers import cache_single_stream
 # The text as a block takes it: projected, (batch, text tokens, width), or its keys and values in this block, each
 # (batch, text tokens, heads, head width); see `Denoiser` for a negative prompt. With CLIP's embeddings of images: their
 # tokens come first, or their keys and values after those of the text.
-BlockText = torch.Tensor | tuple[torch.Tensor, ...]
+BlockText: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
 # `block_step`, a compiled version of it, or an `EngineStep`.
 BlockStep = Callable[..., torch.Tensor]
 

@@ -290,30 +290,25 @@ def test_stages_run_one_after_the_other(make: Make) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals, and a server that forks")
-@pytest.mark.parametrize("images", [IMAGES[0], IMAGES[3]])
+@pytest.mark.parametrize(
+    ("images", "steps"),
+    # After the last step of the first stage, and in both; each stage encodes its images when it begins or is resumed.
+    [(IMAGES[0], (FIRST, FIRST + 2)), (IMAGES[3], (2, FIRST + 2))],
+)
 def test_a_job_killed_in_either_stage_resumes_to_the_same_frames_and_sound(
-    images: Sequence[str], make: Make, subtests: pytest.Subtests
+    images: Sequence[str], steps: Sequence[int], make: Make, subtests: pytest.Subtests
 ) -> None:
     wanted = whole(make(images=images))
-    moments: dict[str, tuple[dict[str, Any], list[int]]] = {
-        "in the first stage": ({"event": "StepDone", "count": 2}, [1]),
-        # Its checkpoint is written after the event.
-        "after its last step": ({"event": "StepDone", "count": FIRST}, [FIRST - 1]),
-        "before a step of the second": ({"event": "StageStarted", "count": 9}, [FIRST]),
-        "in the second stage": ({"event": "StepDone", "count": FIRST + 2}, [FIRST + 1]),
-    }
-    for moment, (kill, resumed) in moments.items():
-        if images and moment not in ("in the first stage", "in the second stage"):
-            continue  # each stage encodes its images when it begins or is resumed, whatever the moment
-        with subtests.test(moment=moment):
-            clip = make(moment, images=images)
-            assert killed(clip.spec, clip.plan, clip.job, prepare=save_each_step, **kill) == -9
+    for step in steps:
+        with subtests.test(step=step):
+            clip = make(f"step {step}", images=images)
+            # The checkpoint of a step is written after its event.
+            assert killed(clip.spec, clip.plan, clip.job, prepare=save_each_step, event="StepDone", count=step) == -9
             assert not clip.plan.output.exists()
             events = clip.run()
             assert isinstance(events[-1], VideoSaved)
-            assert [event.step for event in events if isinstance(event, Resumed)] == resumed
-            steps = [event.step for event in events if isinstance(event, StepDone)]
-            assert steps == list(range(resumed[0] + 1, ALL + 1))
+            assert [event.step for event in events if isinstance(event, Resumed)] == [step - 1]
+            assert [event.step for event in events if isinstance(event, StepDone)] == list(range(step, ALL + 1))
             assert clip.seen_and_heard == wanted
 
 
