@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import httpx
 import pytest
 
 from runtime.video.mp4 import read_metadata
@@ -10,11 +11,12 @@ from tests.browser.conftest import OpenPage, ask, await_job_after, ready, saved_
 from tests.browser.test_accessibility import serious_issues
 from tests.browser.test_images import value
 from tests.chat_models import ANSWER
+from tests.waiting import until
 
 pytestmark = pytest.mark.browser
 
 
-def test_prompts_come_back_and_videos_follow_each_other_until_that_is_off(open_page: OpenPage) -> None:
+def test_prompts_come_back_and_videos_follow_each_other_until_that_is_off(open_page: OpenPage, server: Server) -> None:
     page = open_page()
     ready(page)
     ask(page, "a {red|red} boat")
@@ -48,6 +50,14 @@ def test_prompts_come_back_and_videos_follow_each_other_until_that_is_off(open_p
     page.fill("[name=values_0]", "1,2")
     page.click("#queue-add [data-action=add]")
     page.wait_for_selector("#message:has-text('2 videos')")
+    # Later tests count videos.
+    until(lambda: not open_videos(server))
+
+
+def open_videos(server: Server) -> list[str]:
+    """Return the IDs of videos that are queued or being made."""
+    videos = httpx.get(f"{server.url}v1/videos?limit=100").json()["data"]
+    return [video["id"] for video in videos if video["status"] in {"queued", "in_progress"}]
 
 
 def written(page: Any, text: str) -> None:
