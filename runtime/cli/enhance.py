@@ -57,5 +57,4 @@ def enhanced(requests: Sequence[GenerationRequest], loaded: Settings, machine: M
 
 
 def _asked(request: GenerationRequest, loaded: Settings) -> EnhancerRequest:
-    spec = look_up(request.model, loaded.weights_dir)
-    return EnhancerRequest.of(request.prompt, spec, from_image=request.image is not None, expanded=True)
+    return EnhancerRequest.of_video(request, look_up(request.model, loaded.weights_dir))

@@ -78,6 +78,11 @@ class EnhancerRequest:
         told = instructions(guide, tokens, read_vocabulary(spec.directory), from_image=from_image)
         return cls(text, told, most_characters(tokens))
 
+    @classmethod
+    def of_video(cls, request: GenerationRequest, spec: ModelSpec) -> "EnhancerRequest":
+        """Return the request for the prompt of a video, which was made of its template."""
+        return cls.of(request.prompt, spec, from_image=request.image is not None, expanded=True)
+
     @property
     def messages(self) -> list[dict[str, str]]:
         """What a chat model is asked."""
@@ -123,7 +128,7 @@ class Progress:
 
     Attributes:
         line: what happens now.
-        prompt: the enhanced prompt, see `as_written`; empty until it is done.
+        prompt: the enhanced prompt; empty until it is done.
         problem: why there is none.
     """
 
@@ -173,7 +178,7 @@ class _ByTask(Enhancement):
     def progress(self) -> Progress:
         task = self._task
         if task.state == "done" and task.found:
-            return Progress("done", prompt=as_written(task.found[0]))
+            return Progress("done", prompt=task.found[0])
         if task.state == "failed":
             return Progress("failed", problem=task.result or Fact("enhancer.stopped"))
         if not task.open:
@@ -204,7 +209,7 @@ class _ByServer(Enhancement):
     def _run(self, request: EnhancerRequest, enhancer: RemoteEnhancer) -> None:
         try:
             prompt = prompt_in(ask_server(enhancer, request.messages, self._cancel), request.most)
-            self._progress = Progress("done", prompt=as_written(prompt))
+            self._progress = Progress("done", prompt=prompt)
         except CancelledError:
             self._progress = Progress("cancelled", problem=Fact("enhancer.stopped"))
         except TandemError as error:

@@ -66,8 +66,9 @@ from runtime.models.other_programs import read_settings
 from runtime.models.requested import check_inputs
 from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_picture, keep_video
+from runtime.models.wildcards import with_prompt
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
-from runtime.queue.enhancing import Enhancements, EnhancerRequest
+from runtime.queue.enhancing import Enhancements, EnhancerRequest, as_written, with_enhanced
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.sheets import sheet_png
@@ -276,7 +277,10 @@ class VideoApi:
         return without_paths(text, self._folders)
 
     async def create(self, request: Request) -> Video:
-        """Create a video. A request with the same Idempotency-Key and content returns the same video."""
+        """Create a video. A request with the same Idempotency-Key and content returns the same video.
+
+        With `enhance`, it creates nothing if the client leaves before the prompt is enhanced.
+        """
         key = request.headers.get("idempotency-key")
         if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
             raise refused(400, "server.api_idempotency_key", "Idempotency-Key")
@@ -284,7 +288,12 @@ class VideoApi:
         values, files = await self._bodies.read(request, _owner(caller) or "")
         copies = await self._keep(request, values, files) if files else {}
         self._check_caller(caller)  # reading a body and its files takes time
-        record = await asyncio.to_thread(self._create, values, copies, key, caller)
+        requested = await asyncio.to_thread(self._requested, values, copies)
+        enhances = video_requests.switch_of(values, video_requests.ENHANCE)
+        submission = None if key is None else Submission(key, _digest(requested, enhances=enhances))
+        if enhances and not await asyncio.to_thread(self._is_submitted, caller, submission):
+            requested = await self._enhanced(request, requested, caller)
+        record = await asyncio.to_thread(self._create, requested, submission, caller)
         return self._video(record)
 
     async def plan(self, request: Request) -> VideoPlan:
@@ -300,6 +309,8 @@ class VideoApi:
         caller = _caller(request)
         values, files = await self._bodies.read(request, _owner(caller) or "")
         axes = axes_of(values.pop("grid", None))
+        if video_requests.switch_of(values, video_requests.ENHANCE):
+            raise InvalidRequestError(video_requests.ENHANCE, "enhancer.batch")
         copies = await self._keep(request, values, files) if files else {}
         self._check_caller(caller)  # reading a body and its files takes time
         records = await asyncio.to_thread(self._create_batch, values, copies, axes, caller)
@@ -335,6 +346,11 @@ class VideoApi:
         values, _ = await self._bodies.read(request, _owner(caller) or "")
         wanted = await asyncio.to_thread(self._to_enhance, values)
         self._check_caller(caller)  # reading a body takes time
+        prompt = await self._answer(request, wanted, caller)
+        return EnhancedPrompt(prompt=as_written(prompt), original_prompt=wanted.prompt)
+
+    async def _answer(self, request: Request, wanted: EnhancerRequest, caller: ApiKey | None) -> str:
+        """Return an enhanced prompt. It ends when the client leaves."""
         per_hour = None if caller is None else caller.limits.per_hour
         enhancement = await asyncio.to_thread(self._enhancements.start, wanted, _owner(caller), per_hour)
         try:
@@ -346,7 +362,7 @@ class VideoApi:
             enhancement.cancel()
             raise
         if progress.problem is None:
-            return EnhancedPrompt(prompt=progress.prompt, original_prompt=wanted.prompt)
+            return progress.prompt
         # Programs with a key do not learn where the owner's servers are.
         private = caller is not None and "address" in progress.problem.data
         raise ApiError(502, Fact("enhancer.unavailable") if private else progress.problem)
@@ -357,11 +373,9 @@ class VideoApi:
             raise InvalidRequestError(
                 unknown, "request.unknown_field", name=shortened(unknown), known=list(PromptToEnhance.model_fields)
             )
-        from_image = values.get("from_image")
-        if not isinstance(from_image, bool | None):
-            raise InvalidRequestError("from_image", "server.api_not_a_switch")
+        from_image = video_requests.switch_of(values, "from_image")
         spec = check_offered(self._key_of(values.get("model", self._settings.model)), self._models)
-        return EnhancerRequest.of(values.get("prompt", ""), spec, from_image=bool(from_image))
+        return EnhancerRequest.of(values.get("prompt", ""), spec, from_image=from_image)
 
     def list(
         self,
@@ -512,11 +526,25 @@ class VideoApi:
         check_disk(free_disk_bytes(self._settings.outputs_dir))
         return video_requests.request_of({**values, "model": model}, copies)
 
-    def _create(
-        self, values: Mapping[str, Any], copies: Mapping[str, str], key: str | None, caller: ApiKey | None
-    ) -> JobRecord:
-        request = self._requested(values, copies)
-        digest = hashlib.sha256(json.dumps(request.to_json(), sort_keys=True).encode()).hexdigest()
+    def _is_submitted(self, caller: ApiKey | None, submission: Submission | None) -> bool:
+        return submission is not None and self._store.submitted(_owner(caller), submission) is not None
+
+    async def _enhanced(
+        self, request: Request, requested: GenerationRequest, caller: ApiKey | None
+    ) -> GenerationRequest:
+        """Return the request for a video with an enhanced prompt; what would be refused is refused before."""
+
+        def prepare() -> tuple[GenerationRequest, EnhancerRequest]:
+            expanded = with_prompt(requested, self._settings.cache_dir)
+            self._plan(expanded, caller)
+            return expanded, EnhancerRequest.of_video(expanded, self._models[expanded.model])
+
+        expanded, wanted = await asyncio.to_thread(prepare)
+        prompt = await self._answer(request, wanted, caller)
+        self._check_caller(caller)  # an answer takes time
+        return with_enhanced(expanded, prompt)
+
+    def _create(self, request: GenerationRequest, submission: Submission | None, caller: ApiKey | None) -> JobRecord:
         limits = None if caller is None else caller.limits
 
         def check(plan: ExecutionPlan) -> None:
@@ -527,7 +555,6 @@ class VideoApi:
             if limits is not None:
                 check_queue(limits, waiting, times, time.time())
 
-        submission = None if key is None else Submission(key, digest)
         return self._worker.submit_once(request, _owner(caller), check, admit, submission)
 
     def _create_batch(
@@ -571,10 +598,14 @@ class VideoApi:
         return VideoBatch(id=records[0].batch, data=[self._video(record) for record in records])
 
     def _planned(self, values: Mapping[str, Any], copies: Mapping[str, str], caller: ApiKey | None) -> VideoPlan:
-        plan = self._worker.plan(self._requested(values, copies))
+        plan = self._plan(self._requested(values, copies), caller)
+        return plan_of(plan, self._name_of, self.redact)
+
+    def _plan(self, request: GenerationRequest, caller: ApiKey | None) -> ExecutionPlan:
+        plan = self._worker.plan(request)
         if caller is not None:
             check_plan(plan, caller.limits)
-        return plan_of(plan, self._name_of, self.redact)
+        return plan
 
     def _record(self, video_id: str, request: Request) -> JobRecord:
         """Return a video of the caller.
@@ -738,6 +769,16 @@ def check_queue(limits: KeyLimits, waiting: int, times: Sequence[float], now: fl
 def _json(answer: BaseModel) -> Response:
     """Return a response that FastAPI does not validate again."""
     return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _digest(request: GenerationRequest, *, enhances: bool) -> str:
+    """Return what two requests for the same video have in common.
+
+    Args:
+        enhances: whether the prompt is enhanced before the video is created.
+    """
+    values = request.to_json() | ({video_requests.ENHANCE: True} if enhances else {})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _is_open(settings: Settings) -> bool:

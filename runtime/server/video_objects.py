@@ -45,6 +45,7 @@ class Video(BaseModel):
     size: str = Field(description='Width and height in pixels, as in "832x480".')
     seconds: str = Field(description="Length of the video, as text.")
     prompt: str
+    original_prompt: str | None = Field(default=None, description="The prompt before it was enhanced, if it was.")
     remixed_from_video_id: str | None = Field(default=None, description="Always null.")
     error: ErrorBody | None = Field(
         default=None, description='Why the video failed. The code is "server.api_cancelled" if it was cancelled.'
@@ -219,6 +220,7 @@ def video_of(
         size="" if plan is None else "{}x{}".format(*plan.video_size),
         seconds="" if plan is None else f"{round(values['frames'] / plan.video_fps, 3):g}",
         prompt=record.prompt,
+        original_prompt=record.request.get("original_prompt"),
         batch=record.batch,
         error=_error(record, redact),
         paused=record.state == "queued" and record.held,

@@ -48,7 +48,9 @@ _FILES: Mapping[str, tuple[str, ...]] = {
 _MOST_FILES = len(_FILES) - len(_LISTS) + sum(_LISTS.values())
 # Those of a request.
 FILE_FIELDS = tuple(name for name in _FILES if name != _REFERENCE)
-_OWN = ("size", _REFERENCE)
+# Whether a chat model writes the prompt in more detail first.
+ENHANCE = "enhance"
+_OWN = ("size", _REFERENCE, ENHANCE)
 _MOST_FIELDS = 200
 _MOST_VALUES = 500
 _NESTED = re.compile(r"([a-z_0-9]{1,40})\[([a-z_0-9]{0,40})\]")
@@ -111,6 +113,13 @@ def json_schema(reference: str) -> dict[str, Any]:
             "title": "Input reference",
             "description": "The same as image.",
             **_file_schema(_FILES[_REFERENCE]),
+        },
+        ENHANCE: {
+            "title": "Enhance",
+            "description": "Whether the chat model that the owner has set writes the prompt in more detail first. The "
+            "answer comes after that.",
+            "default": False,
+            "anyOf": [{"type": "boolean"}],
         },
     }
     for name, described in (properties | extra).items():
@@ -226,6 +235,21 @@ def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
+def switch_of(values: Mapping[str, Any], name: str) -> bool:
+    """Return a value that is true or false, also as text; false by default.
+
+    Raises:
+        InvalidRequestError: if it is neither.
+    """
+    match values.get(name):
+        case True | "true":
+            return True
+        case None | False | "false":
+            return False
+        case _:
+            raise InvalidRequestError(name, "server.api_not_a_switch")
+
+
 def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> GenerationRequest:
     """Return the request that a body describes.
 
@@ -252,6 +276,7 @@ def request_of(values: Mapping[str, Any], copies: Mapping[str, str]) -> Generati
     for name in FILE_FIELDS:
         if fields.get(name) is not None and not is_boxes(name, fields[name]):
             raise _no_file(name)
+    switch_of(values, ENHANCE)
     request = GenerationRequest.from_mapping({**fields, **by_field(copies)})
     by_name(request.loras)
     return request

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from runtime.models.spec import ModelSpec
-from runtime.queue.enhancing import Enhancements, EnhancerRequest
+from runtime.queue.enhancing import Enhancements, EnhancerRequest, as_written
 from runtime.ui import form
 from runtime.ui.formatting import page_text, paragraph
 from runtime.ui.panels import Call, Reply, unknown_action
@@ -49,7 +49,7 @@ class EnhancerPanel:
             enhancement.cancel()
             return {}
         progress = enhancement.progress()
-        reply: dict[str, Any] = {"state": progress.state, "prompt": progress.prompt}
+        reply: dict[str, Any] = {"state": progress.state, "prompt": as_written(progress.prompt)}
         if progress.line is not None:
             reply["line"] = page_text(progress.line).what
         if progress.problem is not None and progress.state == "failed":

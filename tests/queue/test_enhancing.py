@@ -122,7 +122,7 @@ def test_a_server_is_asked_within_limits(
         enhancement.cancel()
     assert {ended(enhancement).state for enhancement in running} == {"cancelled"}
     server.seconds = 0.0
-    assert ended(enhancements.start(asked, "key", 3)).prompt == "\\{a|b\\}"
+    assert ended(enhancements.start(asked, "key", 3)).prompt == "{a|b}"
     with pytest.raises(LimitError) as caught:
         enhancements.start(asked, "key", 3)
     assert caught.value.code == "enhancer.rate" and caught.value.data["minutes"] == 60

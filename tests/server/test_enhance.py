@@ -1,14 +1,17 @@
-"""`POST /v1/prompts/enhance` by a chat model in the worker, with keys, and with a server that has none."""
+"""`POST /v1/prompts/enhance`, and `enhance` of `POST /v1/videos`, with a chat model in the worker and without one."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from runtime.server.api_keys import ApiKeys, KeyLimits
+from runtime.video.mp4 import read_metadata
 from tests.app_server import App, make_cache, serving_here
 from tests.chat_models import ANSWER, save_chat_model
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -57,5 +60,41 @@ def test_a_prompt_is_enhanced_for_keys_within_their_limits(server: App) -> None:
         keys.revoke("anna")
 
 
+def test_a_video_gets_the_enhanced_prompt(server: App, tmp_path: Path) -> None:
+    headers = {"Authorization": f"Bearer {ApiKeys(server.cache_dir).add('bert', KeyLimits(videos=9, per_hour=9))}"}
+    with httpx.Client(base_url=f"{server.url}v1/", headers=headers, timeout=60) as http:
+        values = {"prompt": "a {red|red} boat", "steps": 2, "seed": 5, "enhance": True}
+        key = {"Idempotency-Key": "once"}
+        video = http.post("videos", json=values, headers=key).json()
+        assert (video["prompt"], video["original_prompt"]) == (ANSWER, "a red boat")
+        # It is not enhanced again.
+        assert http.post("videos", json=values, headers=key).json()["id"] == video["id"]
+        assert code_of(http.post("videos", json={**values, "enhance": False}, headers=key))[0] == 409
+        until(lambda: http.get(f"videos/{video['id']}").json()["status"] == "completed")
+        file = tmp_path / "x.mp4"
+        file.write_bytes(http.get(f"videos/{video['id']}/content").content)
+        request = read_metadata(file)["request"]
+        written = {name: request[name] for name in ("prompt", "template", "original_prompt")}
+        assert written == {"prompt": ANSWER, "template": values["prompt"], "original_prompt": "a red boat"}
+        fields = {"prompt": "a boat", "steps": "2", "enhance": "false"}
+        plain = http.post("videos", files={name: (None, value) for name, value in fields.items()}).json()
+        assert (plain["prompt"], plain["original_prompt"]) == ("a boat", None)
+        assert http.post("videos/plan", json=values).json()["steps"] == 2
+        for route, more, expected in (
+            ("videos", {"enhance": "yes"}, (400, "server.api_not_a_switch", "enhance")),
+            ("videos/plan", {"enhance": [1]}, (400, "server.api_not_a_switch", "enhance")),
+            ("videos", {"frames": 0}, (400, "request.out_of_range", "frames")),
+            (
+                "videos",
+                {"control": {"video_url": "data:video/mp4;base64,AAAA"}},
+                (400, "control.model_without", "control"),
+            ),
+            ("videos/batch", {"grid": {"steps": [1, 2]}}, (400, "enhancer.batch", "enhance")),
+        ):
+            assert code_of(http.post(route, json={**values, **more})) == expected
+
+
 def test_without_an_enhancer_it_says_so(api: App) -> None:
     assert code_of(ask(api, prompt="a boat"))[:2] == (503, "enhancer.none")
+    refused = httpx.post(f"{api.url}v1/videos", json={"prompt": "a boat", "enhance": True}, timeout=60)
+    assert code_of(refused)[:2] == (503, "enhancer.none")

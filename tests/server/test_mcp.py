@@ -17,7 +17,7 @@ from runtime.core.request import FIELDS, MAX_REFERENCES
 from runtime.queue.store import NAME, JobStore
 from runtime.server.api_keys import NAME as KEYS
 from runtime.server.api_keys import ApiKeys, KeyLimits
-from runtime.server.video_requests import MAX_JSON_BYTES
+from runtime.server.video_requests import ENHANCE, MAX_JSON_BYTES
 from runtime.video.mp4 import read_metadata
 from tests.app_server import MODEL, ROOT, App, environment, free_port, make_cache, serving, serving_here
 from tests.chat_models import ChatServer, chat_server
@@ -123,6 +123,8 @@ def test_a_prompt_is_enhanced(server: App) -> None:
     async def use(client: Client) -> None:
         enhanced = await call(client, "enhance_prompt", prompt="a red boat")
         assert (enhanced["prompt"], enhanced["original_prompt"]) == (ChatServer.text, "a red boat")
+        video = await call(client, "make_video", **SMALL, enhance=True)
+        assert (video["prompt"], video["original_prompt"]) == (ChatServer.text, "a red boat")
         assert await refusal(client, "enhance_prompt", prompt="a {red|blue} boat") == ("enhancer.template", "prompt")
         assert await refusal(client, "enhance_prompt", prompt="a", mood="x") == ("request.unknown_field", "mood")
 
@@ -135,7 +137,7 @@ def test_every_field_of_a_request_is_an_argument(server: App) -> None:
     async def use(client: Client) -> None:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
         assert WAIT_FIELD not in FIELDS
-        for name, more in (("make_video", {"size", WAIT_FIELD}), ("plan_video", {"size"})):
+        for name, more in (("make_video", {"size", ENHANCE, WAIT_FIELD}), ("plan_video", {"size", ENHANCE})):
             schema = tools[name].input_schema
             assert set(schema["properties"]) == {*FIELDS, *more}
             assert all(described.get("description") for described in schema["properties"].values())

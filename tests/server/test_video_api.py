@@ -655,7 +655,7 @@ def test_settings_of_other_programs(http: httpx.Client) -> None:
 def test_the_schema_has_every_field_and_route(http: httpx.Client) -> None:
     schema = http.get("v1/openapi.json").json()
     request = schema["components"]["schemas"]["CreateVideo"]
-    assert set(request["properties"]) == {*FIELDS, "size", "input_reference"}
+    assert set(request["properties"]) == {*FIELDS, "size", "input_reference", "enhance"}
     assert request["required"] == ["prompt"] and request["additionalProperties"] is False
     assert request["properties"]["steps"]["maximum"] == FIELDS["steps"].json_schema()["maximum"]
     assert {"get", "post"} == set(schema["paths"]["/v1/videos"])

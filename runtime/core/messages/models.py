@@ -443,6 +443,10 @@ _VIDEOS: Mapping[str, Message] = {
         "The prompt is a template, which stands for several prompts.",
         "Enhance one without choices and lists, or use `{tandem} generate --enhance`.",
     ),
+    "enhancer.batch": Message(
+        "The prompts of a batch are not enhanced by the HTTP API.",
+        "Enhance each with POST /v1/prompts/enhance, or use `{tandem} generate --enhance`.",
+    ),
     "enhancer.unreachable": Message(
         "The enhancer at {address} cannot be reached: {reason}.", "Start it, or correct TANDEM_ENHANCER."
     ),

@@ -12,7 +12,7 @@ from runtime.core.request import FIELDS
 from runtime.server.api_errors import ErrorBody, body_of
 
 # A deletion may wait for a worker that does not stop, see `VideoApi.delete`.
-_SECONDS = 120.0
+ANSWER_SECONDS = 120.0
 # An event stream is never silent for longer, see `video_events`.
 _SILENT_SECONDS = 60.0
 
@@ -51,7 +51,7 @@ class ApiClient:
     def __init__(self, url: str) -> None:
         self._url = url
         # Variables for proxies do not apply to this machine.
-        self._http = httpx.AsyncClient(base_url=url, timeout=_SECONDS, trust_env=False)
+        self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS, trust_env=False)
 
     async def __aenter__(self) -> "ApiClient":
         return self
@@ -76,7 +76,7 @@ class ApiClient:
         headers: Mapping[str, str],
         values: Mapping[str, Any],
         files: Sequence[Upload],
-        seconds: float = _SECONDS,
+        seconds: float = ANSWER_SECONDS,
     ) -> dict[str, Any]:
         """Send values as JSON, or with files as a form; return the answer, which comes within some seconds."""
         body: dict[str, Any] = {"data": _form(values), "files": files} if files else {"json": values}
@@ -98,7 +98,7 @@ class ApiClient:
 
     async def events(self, path: str, headers: Mapping[str, str]) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
         """Yield the names and data of a stream of server-sent events."""
-        timeout = httpx.Timeout(_SECONDS, read=_SILENT_SECONDS)
+        timeout = httpx.Timeout(ANSWER_SECONDS, read=_SILENT_SECONDS)
         name = ""
         try:
             async with self._http.stream("GET", path, headers=headers, timeout=timeout) as answer:

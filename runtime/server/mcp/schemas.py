@@ -14,7 +14,7 @@ from runtime.server.mcp.api_client import call_error
 MOST_SECONDS = 3600
 WAIT_FIELD = "wait_seconds"
 # The fields of a request, without the second name of `image`.
-_FIELDS = frozenset({*FIELDS, "size"})
+_FIELDS = frozenset({*FIELDS, "size", video_requests.ENHANCE})
 _ID = Field(description="The id of the video.", max_length=100)
 
 

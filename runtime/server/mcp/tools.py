@@ -35,7 +35,7 @@ from runtime.core.untrusted_files import read_file
 from runtime.server import video_requests
 from runtime.server.api_errors import ErrorBody, body_of
 from runtime.server.mcp import schemas
-from runtime.server.mcp.api_client import ApiCallError, ApiClient, Upload, call_error
+from runtime.server.mcp.api_client import ANSWER_SECONDS, ApiCallError, ApiClient, Upload, call_error
 from runtime.server.video_objects import PromptToEnhance
 from runtime.video.image_messages import MAX_FILE_BYTES
 
@@ -205,7 +205,8 @@ class McpTools:
         name = schemas.WAIT_FIELD
         own = schemas.read_arguments(schemas.MakeArguments, {key: arguments[key] for key in arguments if key == name})
         request = {key: value for key, value in arguments.items() if key != name}
-        video = await self._post(context, _VIDEOS, request)
+        seconds = _ENHANCE_SECONDS if request.get(video_requests.ENHANCE) else ANSWER_SECONDS
+        video = await self._post(context, _VIDEOS, request, seconds)
         if own.wait_seconds:
             video = await self._followed(context, video["id"], own.wait_seconds)
         return _result(video)
@@ -262,8 +263,10 @@ class McpTools:
         path, headers = "v1/prompts/enhance", self._headers(context)
         return _result(await _api(context).post(path, headers, arguments, (), _ENHANCE_SECONDS))
 
-    async def _post(self, context: Context, path: str, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request for a video, and the files that it names by path."""
+    async def _post(
+        self, context: Context, path: str, request: Mapping[str, Any], seconds: float = ANSWER_SECONDS
+    ) -> dict[str, Any]:
+        """Send a request for a video, and the files that it names by path; the answer comes within some seconds."""
         values, uploads = dict(request), list[Upload]()
         for name in video_requests.FILE_FIELDS:
             if (given := values.pop(name, None)) is None:
@@ -272,7 +275,7 @@ class McpTools:
             uploads += files
             if sent:
                 values[name] = sent if isinstance(given, list) else sent[0]
-        return await _api(context).post(path, self._headers(context), values, uploads)
+        return await _api(context).post(path, self._headers(context), values, uploads, seconds)
 
     async def _files(self, name: str, entries: Sequence[Any]) -> tuple[list[Upload], list[Any]]:
         """Return the files of a field that are named by path, and the other entries as the API takes them."""
