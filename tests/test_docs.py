@@ -131,6 +131,13 @@ def test_every_flag_is_documented(subtests: pytest.Subtests) -> None:
             assert [flag for flag in flags if flag not in TEXT] == []
 
 
+def test_flags_for_users_of_other_programs_exist() -> None:
+    rows = re.findall(r"^\|.*\|(.+)\|$", (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", " ".join(rows)))
+    known = {f"--{name.replace('_', '-')}" for function in FUNCTIONS for name in inspect.signature(function).parameters}
+    assert len(named) > 20 and named <= known
+
+
 def test_the_table_of_options_is_up_to_date() -> None:
     page = docs_tables.COMMANDS.read_text(encoding="utf-8")
     assert "| `--width N` |" in page

@@ -35,7 +35,7 @@ from runtime.models.catalogue import (
 )
 from runtime.models.enhancers import PUBLISHED as ENHANCERS
 from runtime.models.enhancers import PublishedEnhancer, folder_of_enhancer
-from runtime.models.hub.client import hub_of
+from runtime.models.hub.client import check_repository, hub_of
 from runtime.models.hub.download import (
     Download,
     DownloadPlan,
@@ -427,11 +427,13 @@ def _variant_folder(name: str, variant: str, loaded: settings.Settings) -> str:
     """Return the name under which a variant of a model is downloaded.
 
     Raises:
-        InvalidRequestError: if the model has no such variant.
+        InvalidRequestError: if the model has no such variant, or it is no model's name.
         ModelError: if none fits this machine.
     """
     model = known_as(name)
     names = [] if model is None else [known.name for known in model.variants]
+    if model is None:
+        check_repository(name)
     if model is None or not names:
         raise InvalidRequestError("variant", "variant.none", model=name)
     if variant == FITS:

@@ -30,6 +30,8 @@ START, END = 0.0, 1.0
 _DEFAULTS: Mapping[str, Any] = {"weight": 1.0, "expert": BOTH, "start": START, "end": END}
 _KEYS = frozenset({"file", *_DEFAULTS})
 _RANGE = re.compile(r"(.*)@([0-9.]+)-([0-9.]+)", re.DOTALL)
+# A weight and a range that is none, which no file is called.
+_BAD_RANGE = re.compile(r"(.*:[0-9.]+)@([^-]*)-?(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def parse_lora(text: str) -> Lora:
         expert, rest = BOTH, text
     start: object = START
     end: object = END
-    if part := _RANGE.fullmatch(rest):
+    if part := _RANGE.fullmatch(rest) or _BAD_RANGE.fullmatch(rest):
         rest, start, end = part.groups()
     file, colon, number = rest.rpartition(":")
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 # The largest weight. Embeddings that are scaled further give noise.
 MOST_WEIGHT = 4.0
 # At the end of the text in parentheses. The number of a time or a proportion follows a digit and has no fraction.
-_WEIGHT = re.compile(r"(?:(?<!\d):\s*(?P<whole>[0-9]{1,4})|:\s*(?P<part>[0-9]{0,4}\.[0-9]{0,8}[0-9]))\s*$")
+_WEIGHT = re.compile(r"(?:(?<!\d):\s*(?P<whole>-?[0-9]{1,4})|:\s*(?P<part>-?[0-9]{0,4}\.[0-9]{0,8}[0-9]))\s*$")
 _LONGEST_WEIGHT = 40
 _ESCAPED = ("\\(", "\\)")
 
@@ -30,7 +30,7 @@ class WeightedText:
 
 
 def read_weights(prompt: str) -> WeightedText:
-    """Return a prompt's text and weights; they may be beyond `MOST_WEIGHT`."""
+    """Return a prompt's text and weights; they may be negative or beyond `MOST_WEIGHT`."""
     text, weights = list[str](), list[float | None]()
     # Of each open parenthesis: its index in the text.
     opened = list[int]()

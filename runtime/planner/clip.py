@@ -141,14 +141,15 @@ def check_weights(request: GenerationRequest, spec: ModelSpec) -> None:
     """Check the weights of a request's words.
 
     Raises:
-        InvalidRequestError: if the model's text encoders take none, or one is too large.
+        InvalidRequestError: if the model's text encoders take none, or one is negative or too large.
     """
     for field, text in (("prompt", request.prompt), ("negative_prompt", request.negative_prompt or "")):
         weights = read_weights(text).weights
         if weights and not spec.takes_weights:
             raise InvalidRequestError(field, "planner.prompt_weights", model=spec.title)
-        if max(weights, default=0.0) > MOST_WEIGHT:
-            raise InvalidRequestError(field, "planner.prompt_weight", weight=max(weights), most=MOST_WEIGHT)
+        refused = next((weight for weight in weights if not 0 <= weight <= MOST_WEIGHT), None)
+        if refused is not None:
+            raise InvalidRequestError(field, "planner.prompt_weight", weight=refused, most=MOST_WEIGHT)
 
 
 def _check_times(prompts: Sequence[TimedPrompt], length: float) -> None:

@@ -163,6 +163,8 @@ def test_invalid_names_revisions_and_mirrors_are_refused(
         (["../x"], "hub.name_invalid", {"name": "../x"}),
         (["wan"], "hub.name_invalid", {"name": "wan"}),
         (["a/b..c"], "hub.name_invalid", {"name": "a/b..c"}),
+        (["wan", "--variant", "fits"], "hub.name_invalid", {"name": "wan"}),
+        (["wan2.1-1.3b", "--variant", "fits"], "variant.none", {"field": "variant"}),
         (["wan2.1-1.3b", "--revision", ""], "cli.revision_unreadable", {"field": "revision"}),
         (mirror("hub.example"), "settings.not_a_hub", {"source": "--mirror"}),
         (mirror("http://hub.example"), "settings.hub_without_https", {"source": "--mirror"}),

@@ -32,6 +32,8 @@ def test_a_range_follows_the_weight(text: str, lora: Lora) -> None:
     ("loras", "code"),
     [
         (["style@0.5-0.5"], "lora.bad_range"),
+        (["style:0.8@"], "lora.bad_range"),
+        (["high=style:0.8@first-0.5"], "lora.bad_range"),
         (["style@0.5-0.2"], "lora.bad_range"),
         (["style@0-1.5"], "lora.bad_range"),
         (["style@0.1.2-0.5"], "lora.bad_range"),

@@ -26,6 +26,7 @@ def spans(prompt: str) -> list[tuple[str, float]]:
         ("((big:2) boat:1.5)", [("big", 2), (" boat", 1.5)]),
         ("(a (small) boat:1.5)", [("a (small) boat", 1.5)]),
         ("(海:1.2)", [("海", 1.2)]),
+        ("(a:-1) (b:-.5)", [("a", -1), (" ", 1), ("b", -0.5)]),
         ("(at 16:9.5)", [("at 16", 9.5)]),
         (r"(a \(b\):1.2)", [("a (b)", 1.2)]),
         ("((a:1.2)", [("(", 1), ("a", 1.2)]),
@@ -40,6 +41,7 @@ def test_weights(prompt: str, expected: list[tuple[str, float]]) -> None:
     [
         ("a (red) boat (16:9) at dawn :)", None),
         ("a film (starts at 10:30)", None),
+        ("a match (ends 3:-2)", None),
         ("(a:b) (a:) (:1.3) ( :1) (4:3) ()", None),
         ("((((a", None),
         ("a)))", None),

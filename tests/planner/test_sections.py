@@ -137,7 +137,11 @@ def test_a_prompt_may_last_longer_than_the_video(spec: ModelSpec) -> None:
 def test_weights_of_words_need_an_encoder_with_a_state_for_each(field: str, tiny: Tiny) -> None:
     spec = tiny("wan2.1")
     chat = replace(spec, encoders={name: replace(sizes, takes_weights=False) for name, sizes in spec.encoders.items()})
-    for model, text, code in ((chat, "a (red:1.3) boat", "prompt_weights"), (spec, "a (red:5) boat", "prompt_weight")):
+    for model, text, code in (
+        (chat, "a (red:1.3) boat", "prompt_weights"),
+        (spec, "a (red:5) boat", "prompt_weight"),
+        (spec, "a (red:-0.5) boat", "prompt_weight"),
+    ):
         with pytest.raises(InvalidRequestError) as caught:
             plan(model, **{"prompt": "a boat", field: text})
         assert (caught.value.field, caught.value.fact.code) == (field, f"planner.{code}")
