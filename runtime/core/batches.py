@@ -149,6 +149,8 @@ def typed(request: Mapping[str, Any], name: str) -> Any:
 def _field(name: object) -> str:
     field = AXES.get(name.strip()) if isinstance(name, str) else None
     if field is None or field in _NO_AXES:
-        names = [option for option, of in AXES.items() if of not in _NO_AXES and option not in FIELDS]
-        raise InvalidRequestError("grid", "request.grid_field", name=shortened(name), known=["prompt", *names])
+        # Of each field the option's name, which is the last one in reverse order.
+        names = {of: option for option, of in reversed(AXES.items()) if of not in _NO_AXES}
+        known = [names[of] for of in FIELDS if of in names]
+        raise InvalidRequestError("grid", "request.grid_field", name=shortened(name), known=known)
     return field

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from runtime.core.batches import axes_of, grid_of, read_axis, varied
+from runtime.core.batches import AXES, axes_of, grid_of, read_axis, varied
 from runtime.core.errors import InvalidRequestError
-from runtime.core.request import AUTO, GenerationRequest
+from runtime.core.request import AUTO, FIELDS, PROMPT_SOURCES, GenerationRequest
 
 BOAT = GenerationRequest(prompt="a boat", seed=7)
 
@@ -69,6 +69,15 @@ def test_grids_are_refused(texts: list[str], field: str, code: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         grid_of(BOAT, [read_axis(text) for text in texts])
     assert (refused.value.field, refused.value.code) == (field, code)
+
+
+def test_a_grid_of_an_unknown_field_names_those_that_it_can_vary() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        read_axis("stepz=1")
+    known = refused.value.data["known"]
+    assert {"prompt", "negative-prompt", "steps", "seed", "guidance", "guidance_scale_2"} < set(known)
+    assert {AXES[name] for name in known} == set(FIELDS) - {*PROMPT_SOURCES, "keyframes", "keyframe_seconds"}
+    assert len(known) == len({AXES[name] for name in known})
 
 
 @pytest.mark.parametrize("grid", [None, [], "steps", *({"steps": steps} for steps in (5, [], [1] * 1001, "12"))])

@@ -20,6 +20,7 @@ from runtime.pipeline.files import stamps
 from runtime.video.mp4 import read_metadata
 from tests.pipeline.test_loras import Place
 from tests.pipeline.test_run import frames_of
+from tests.plans import with_strategy
 from tests.transformer_files import FORMATS, wide_transformer
 
 Tiny = Callable[[str], ModelSpec]
@@ -65,16 +66,28 @@ def test_a_range_of_all_steps_changes_nothing_and_of_some_less(tiny: Tiny, tmp_p
     assert len({*frames}) == 3
 
 
-def test_layers_that_a_file_quantizes_get_the_loras_of_each_range(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "suffix", "offload"),
+    [
+        ("INT8", "safetensors", "group"),
+        ("FP8 with scales", "safetensors", "sequential"),
+        ("GGUF Q4_K", "gguf", "model"),
+    ],
+)
+def test_layers_that_a_file_quantizes_get_the_loras_of_each_range(
+    kind: str, suffix: str, offload: str, tiny: Tiny, tmp_path: Path
+) -> None:
     shutil.copytree(tiny("wan2.1").directory, tmp_path / "weights" / "base")
-    FORMATS["INT8"](tmp_path / "weights" / "model.safetensors", wide_transformer().state_dict())
+    FORMATS[kind](tmp_path / "weights" / f"model.{suffix}", wide_transformer().state_dict())
     place, video = Place(find("model", tmp_path / "weights"), tmp_path), tmp_path / "x.mp4"
     assert place.spec.is_packed
     frames = []
-    for loras in (("style:0.8",), ("style:0.8@0-0.5", "style:0.8@0.5-1"), ("style:0.8@0-0.5",)):
-        assert isinstance(place.run(*place.plan(*loras))[-1], VideoSaved)
+    half, both = ("style:0.8@0-0.5",), ("style:0.8@0-0.5", "style:0.8@0.5-1")
+    for loras, where in ((("style:0.8",), "none"), (both, offload), (half, "none"), (half, offload)):
+        plan, spec = place.plan(*loras)
+        assert isinstance(place.run(with_strategy(plan, offload=where), spec)[-1], VideoSaved)
         frames.append(frames_of(video))
-    assert frames[0] == frames[1] != frames[2]
+    assert frames[0] == frames[1] != frames[2] == frames[3]
 
 
 def test_the_plan_counts_loads_and_refuses_what_it_cannot(tiny: Tiny, tmp_path: Path) -> None:
