@@ -150,7 +150,7 @@ def _field(name: object) -> str:
     field = AXES.get(name.strip()) if isinstance(name, str) else None
     if field is None or field in _NO_AXES:
         # Of each field the option's name, which is the last one in reverse order.
-        names = {of: option for option, of in reversed(AXES.items()) if of not in _NO_AXES}
-        known = [names[of] for of in FIELDS if of in names]
+        names = {AXES[option]: option for option in reversed(tuple(AXES))}
+        known = [names[of] for of in FIELDS if of not in _NO_AXES]
         raise InvalidRequestError("grid", "request.grid_field", name=shortened(name), known=known)
     return field
