@@ -235,7 +235,7 @@ def keep_video(
         folder.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)
         with _named(name):
-            use = find_video(str(partial), cache_dir, 1, 1, field=field, check=check)
+            use = find_video(str(partial), cache_dir, None, 1, field=field, check=check)
     except OSError as error:
         code = "source.disk_full" if error.errno in DISK_FULL else "source.not_kept"
         raise OutputError(code, folder=folder) from error

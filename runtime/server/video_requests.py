@@ -315,7 +315,7 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
             parts = {key: value for key, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
             match [*parts.items()]:
                 case [(key, str(url))] if key in keys:
-                    _add_file(files, name, (_data_of(url, name), NAMELESS))
+                    _add_file(files, name, (_data_of(url, name), _nameless(name)))
                 case _:
                     raise _no_file(name)
     return values, files
@@ -324,6 +324,11 @@ def _from_json(body: bytes) -> tuple[dict[str, Any], dict[str, File]]:
 def is_boxes(field: str, value: object) -> bool:
     """Return whether the value of a field of files describes boxes instead, see `core.images.BoxMask`."""
     return field in MASK_FIELDS and isinstance(value, str) and value.startswith(BOXES)
+
+
+def _nameless(field: str) -> str:
+    """Return how messages name a file that was sent without a name."""
+    return field if field in VIDEO_FIELDS else NAMELESS
 
 
 def _no_file(field: str) -> InvalidRequestError:
@@ -376,14 +381,14 @@ async def _read_form(form: FormData) -> tuple[dict[str, Any], dict[str, File]]:
                 raise InvalidRequestError(cut(key, 40), "server.api_image")
             # Browsers send a file field that was left empty as a file without name and content.
             if value.filename or value.size:
-                _add_file(files, name, (await value.read(), plain_name(value.filename or NAMELESS)))
+                _add_file(files, name, (await value.read(), plain_name(value.filename or _nameless(name))))
         elif inner is None and is_boxes(name, value):
             _add_text(values, name, None, value)
         elif name in _FILES:
             if inner not in _FILES[name] and (inner or value):
                 raise _no_file(name)
             if value:
-                _add_file(files, name, (_data_of(value, name), NAMELESS))
+                _add_file(files, name, (_data_of(value, name), _nameless(name)))
         else:
             _add_text(values, name, inner, value)
     return values, files

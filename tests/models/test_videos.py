@@ -18,7 +18,7 @@ from runtime.models import videos
 from runtime.models.catalogue import find
 from runtime.models.images import images_dir, remove_unused
 from runtime.models.spec import VAE_ENCODER, ModelSpec
-from runtime.models.videos import find_video, open_picture, open_video, with_video
+from runtime.models.videos import find_video, keep_video, open_picture, open_video, with_video
 from runtime.video import reader
 from tests.video.test_reader import H264, make
 
@@ -84,6 +84,15 @@ def test_the_copy_is_used_kept_and_removed_as_that_of_an_image(source: Path, tmp
     assert find_video(str(file), tmp_path, 16, 33, keep=False).path == file
     (tmp_path / "file").write_text("in the folder's place")
     assert find_video(str(file), tmp_path / "file", 16, 33).reference == str(file)
+
+
+def test_uploads_of_less_than_half_a_second_are_kept(tmp_path: Path) -> None:
+    for frames in (1, 3):
+        inputs = ("-f", "lavfi", "-i", f"testsrc=size=64x48:rate=16:duration={frames / 16}")
+        path = make(tmp_path / f"{frames}.mp4", *H264, inputs=inputs)
+        use = keep_video(path.read_bytes(), path.name, tmp_path)
+        assert (use.name, use.width, use.height) == (path.name, 64, 48)
+        assert find_video(use.reference, tmp_path, 16, 9).frames == frames
 
 
 def test_only_models_that_denoise_plain_latents_take_a_video(source: Path, tiny: Tiny, tmp_path: Path) -> None:
