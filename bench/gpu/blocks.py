@@ -39,6 +39,7 @@ from safetensors.torch import save_file
 from bench.gpu import build_child_opset17, results
 from bench.gpu.check_common import psnr, ssim
 from bench.gpu.speed import TEXT_TOKENS, as_diffusers, random_module, reference
+from bench.gpu.timing import call_seconds
 from runtime.core.cancel import Cancel
 from runtime.core.events import Event, FellBack, VideoSaved
 from runtime.core.plan import EngineRef, ExecutionPlan, Speed
@@ -210,19 +211,7 @@ def used_bytes() -> int:
 def timed(run: Callable[[], object], repeats: int) -> dict[str, float]:
     """Return median, least and most seconds of a call by CUDA events, after a call to warm up."""
     run()
-    seconds = []
-    for _ in range(repeats):
-        if not torch.cuda.is_available():
-            began = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - began)
-            continue
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+    seconds = [call_seconds(run, cuda=torch.cuda.is_available()) for _ in range(repeats)]
     return {"seconds": round(statistics.median(seconds), 4), "least": min(seconds), "most": max(seconds)}
 
 

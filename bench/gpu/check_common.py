@@ -5,7 +5,6 @@ import json
 import os
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import psutil
 import torch
 
 from bench.gpu import build_child_opset17
+from bench.gpu.timing import call_seconds
 from runtime.core.cancel import Cancel
 from runtime.core.errors import EngineError
 from runtime.core.facts import Fact
@@ -151,19 +151,7 @@ class Checks:
         """Return the median time of a call, by CUDA events if available."""
         for _ in range(5):
             call()
-        times = []
-        for _ in range(repeats):
-            if self.device.startswith("cuda"):
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                call()
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end))
-            else:
-                started = time.perf_counter()
-                call()
-                times.append(1000 * (time.perf_counter() - started))
+        times = [1000 * call_seconds(call, cuda=self.device.startswith("cuda")) for _ in range(repeats)]
         return round(statistics.median(times), 4)
 
     def used_bytes(self) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from transformers import UMT5Config, UMT5EncoderModel
 
 from bench.gpu import results
+from bench.gpu.timing import call_seconds
 from runtime.execution.text_encoder import PyTorchTextModel
 from runtime.families.wan.transformer import PyTorchDenoiser
 from runtime.families.wan.vae import PyTorchVideoDecoder
@@ -72,14 +73,7 @@ def call(run: Callable[[], object], repeats: int) -> dict[str, Any]:
     run()
     torch.cuda.synchronize()
     working, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved()
-    seconds = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+    seconds = [call_seconds(run, cuda=True) for _ in range(repeats)]
     return {"working": working, "reserved": reserved, "seconds": round(statistics.median(seconds), 4)}
 
 

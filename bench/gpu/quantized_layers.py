@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bench.gpu import results
+from bench.gpu.timing import call_seconds
 from runtime.core.facts import Fact
 from runtime.models import packed_layers
 from runtime.models.packed_layers import PackedLinear
@@ -113,7 +114,7 @@ def bytes_of(layer: nn.Module) -> int:
 def measure(device: str, name: str, make: Callable[[torch.Tensor], nn.Module], *, tiny: bool) -> None:
     """Measure the products of a block."""
     cuda, dtype = device.startswith("cuda"), torch.bfloat16
-    milliseconds: dict[int, float] = {}
+    milliseconds = dict.fromkeys(TINY_TOKENS if tiny else TOKENS, 0.0)
     weights = peak = 0
     errors: list[float] = []
     for (inner, outer), count in (TINY if tiny else PRODUCTS).items():
@@ -121,7 +122,7 @@ def measure(device: str, name: str, make: Callable[[torch.Tensor], nn.Module], *
         weight = torch.randn(outer, inner, device=device, generator=generator) * inner**-0.5
         layer = make(weight.to(dtype))
         weights += count * bytes_of(layer)
-        for tokens in TINY_TOKENS if tiny else TOKENS:
+        for tokens in milliseconds:
             x = torch.randn(1, tokens, inner, device=device, generator=generator).to(dtype)
             if cuda:
                 before = torch.cuda.memory_allocated()
@@ -129,23 +130,14 @@ def measure(device: str, name: str, make: Callable[[torch.Tensor], nn.Module], *
             got = layer(x)
             if cuda:
                 peak = max(peak, torch.cuda.max_memory_allocated() - before - got.nbytes)
-            if tokens == (TINY_TOKENS if tiny else TOKENS)[-1]:
-                errors.append(relative_error(got.float(), nn.functional.linear(x.float(), weight)))
-            times = []
-            for _ in range(7 if cuda else 1):
-                if not cuda:
-                    break
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                layer(x)
-                end.record()
-                end.synchronize()
-                times.append(start.elapsed_time(end))
-            milliseconds[tokens] = milliseconds.get(tokens, 0.0) + count * (statistics.median(times) if times else 0.0)
-            del x, got
-    error = None if not errors else float(f"{max(errors):.3g}")
-    found = {str(tokens): round(value, 3) for tokens, value in milliseconds.items()}
-    results.say("quantized_layers.jsonl", variant=name, ms=found, weights=weights, peak=peak, error=error)
+            seconds = statistics.median(call_seconds(partial(layer, x), cuda=cuda) for _ in range(7))
+            milliseconds[tokens] += 1000 * count * seconds
+        # Of the fewest tokens: the reference takes more memory.
+        errors.append(relative_error(got.float(), nn.functional.linear(x.float(), weight)))
+        del x, got
+    rounded = {str(tokens): round(value, 3) for tokens, value in milliseconds.items()}
+    error = float(f"{max(errors):.3g}")
+    results.say("quantized_layers.jsonl", variant=name, ms=rounded, weights=weights, peak=peak, error=error)
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from bench.gpu import hunyuan_cases as cases
+from bench.gpu.timing import call_seconds
 from runtime.core.cancel import Cancel
 from runtime.core.facts import Fact
 from runtime.core.plan import EAGER, Speed
@@ -221,14 +222,7 @@ class Bench:
             return self.seconds(run, 2)
         self.wait()
         torch.cuda.reset_peak_memory_stats()
-        times = []
-        for _ in range(repeats):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
+        times = [call_seconds(run, cuda=True) for _ in range(repeats)]
         spread = [round(min(times), 5), round(max(times), 5)]
         return {
             "seconds": round(statistics.median(times), 5),

@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 from bench.gpu import build_child_opset17, results
+from bench.gpu.timing import call_seconds
 from bench.interpolation import rendered
 from runtime.core import settings
 from runtime.core.cancel import Cancel
@@ -119,19 +120,7 @@ class Measurement:
         starts = range(0, max(len(self.frames) - batch + 1, 1), batch)
         for index in range(WARM_UP):
             call(starts[index % len(starts)])
-        times = []
-        for start in starts:
-            if self.device == "cpu":
-                began = time.perf_counter()
-                call(start)
-                times.append(1000 * (time.perf_counter() - began))
-                continue
-            began_at, ended_at = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            began_at.record()
-            call(start)
-            ended_at.record()
-            ended_at.synchronize()
-            times.append(began_at.elapsed_time(ended_at))
+        times = [1000 * call_seconds(partial(call, start), cuda=self.device != "cpu") for start in starts]
         return round(statistics.median(times) / batch, 3)
 
     def run(self, way: str) -> None:
