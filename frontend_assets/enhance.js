@@ -1,4 +1,4 @@
-// The button "Enhance": the chat model's prompt takes the place of the one in the form, which can be had back.
+// The button "Enhance": the chat model's prompt takes the place of the one in the form, which can be restored.
 (() => {
   "use strict";
   const tandem = window.tandem;

@@ -83,6 +83,18 @@ def save_pose(weights_dir: Path, *, people: bool = True) -> Path:
     return folder
 
 
+def pickle_weights(folder: Path) -> None:
+    """Replace the weights in a folder by pickled ones."""
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+
+
+def truncate_weights(folder: Path) -> None:
+    """Remove the last bytes of the weights in a folder."""
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 def configured(name: str, **values: Any) -> Callable[[Path], None]:
     """Return a function that changes values of a configuration in a folder."""
 

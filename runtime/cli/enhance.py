@@ -8,11 +8,12 @@ from runtime.cli.exit_codes import cancel_on_signals
 from runtime.core import settings
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
+from runtime.core.templates import as_written
 from runtime.machine.probe import Machine, probe
 from runtime.models.catalogue import check_makes_videos, look_up
 from runtime.models.enhancers import enhancer_of
 from runtime.models.wildcards import with_prompt
-from runtime.queue.enhancing import EnhancerRequest, as_written, enhanced_here, with_enhanced
+from runtime.queue.enhancing import EnhancerRequest, enhanced_here, with_enhanced
 
 
 def enhance(prompt: str, model: str | None, *, from_image: bool) -> dict[str, Any]:
@@ -45,16 +46,12 @@ def enhanced(requests: Sequence[GenerationRequest], loaded: Settings, machine: M
     """
     enhancer = enhancer_of(loaded)
     requests = [with_prompt(request, loaded.cache_dir) for request in requests]
-    wanted: dict[EnhancerRequest, str] = {}
-    asked = [_asked(request, loaded) for request in requests]
+    questions = [EnhancerRequest.of_video(request, look_up(request.model, loaded.weights_dir)) for request in requests]
     terminal.line(f"Enhancing with {enhancer.title}.")
-    distinct = list(dict.fromkeys(asked))
+    distinct = list(dict.fromkeys(questions))
+    prompts: dict[EnhancerRequest, str] = {}
     with cancel_on_signals() as cancel:
-        for request, prompt in zip(distinct, enhanced_here(distinct, enhancer, machine, cancel), strict=True):
-            wanted[request] = prompt
+        for question, prompt in zip(distinct, enhanced_here(distinct, enhancer, machine, cancel), strict=True):
+            prompts[question] = prompt
             terminal.line(f"Prompt: {prompt}")
-    return [with_enhanced(request, wanted[question]) for request, question in zip(requests, asked, strict=True)]
-
-
-def _asked(request: GenerationRequest, loaded: Settings) -> EnhancerRequest:
-    return EnhancerRequest.of_video(request, look_up(request.model, loaded.weights_dir))
+    return [with_enhanced(request, prompts[question]) for request, question in zip(requests, questions, strict=True)]

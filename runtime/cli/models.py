@@ -34,7 +34,7 @@ from runtime.models.catalogue import (
     transformer_files,
 )
 from runtime.models.enhancers import PUBLISHED as ENHANCERS
-from runtime.models.enhancers import PublishedEnhancer, folder_of_enhancer
+from runtime.models.helpers import PublishedHelper, folder_of_helper
 from runtime.models.hub.client import check_repository, hub_of
 from runtime.models.hub.download import (
     Download,
@@ -47,7 +47,7 @@ from runtime.models.hub.download import (
 )
 from runtime.models.hub.files import Verification, read_manifest
 from runtime.models.hub.files import verify as verify_folder
-from runtime.models.preprocessors import PUBLISHED, PublishedPreprocessor, folder_of_preprocessor
+from runtime.models.preprocessors import PUBLISHED as PREPROCESSORS
 from runtime.models.registry import family_of
 from runtime.models.single_file import expert_of
 from runtime.models.spec import VAE_ENCODER, Defaults, ModelSpec, is_transformer
@@ -98,15 +98,12 @@ def show_models() -> dict[str, Any]:
     for spec in enlarging:
         size = byte_size(_upscaler(spec)["bytes"])
         rows.append((spec.name, spec.title, size, "yes", "", f"upscales {spec.vae.scale_factor_spatial} times", ""))
-    makers = [_preprocessor(model, loaded.weights_dir) for model in PUBLISHED]
-    for maker in makers:
-        installed = "yes" if maker["here"] else "no"
-        about = f"makes control frames: {maker['kind']}"
-        rows.append((maker["name"], maker["title"], byte_size(maker["bytes"]), installed, "", about, ""))
-    enhancers = [_enhancer(model, loaded.weights_dir) for model in ENHANCERS]
-    for chat in enhancers:
-        installed = "yes" if chat["here"] else "no"
-        rows.append((chat["name"], chat["title"], byte_size(chat["bytes"]), installed, "", "enhances prompts", ""))
+    makers = [{**_helper(model, loaded.weights_dir), "kind": model.kind} for model in PREPROCESSORS]
+    enhancers = [_helper(model, loaded.weights_dir) for model in ENHANCERS]
+    uses = [*(f"makes control frames: {maker['kind']}" for maker in makers), *["enhances prompts"] * len(enhancers)]
+    for helper, use in zip([*makers, *enhancers], uses, strict=True):
+        installed = "yes" if helper["here"] else "no"
+        rows.append((helper["name"], helper["title"], byte_size(helper["bytes"]), installed, "", use, ""))
     terminal.table(("Name", "Title", "Size", "Installed", "Smallest GPU", "This machine", "Variant for it"), rows)
     terminal.line(f"Details of a model: `{program()} models show NAME`.")
     return {
@@ -202,26 +199,13 @@ def _decoder(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _preprocessor(model: PublishedPreprocessor, weights_dir: Path) -> dict[str, Any]:
-    folder = folder_of_preprocessor(model.name, weights_dir)
-    return {
-        "name": model.name,
-        "title": model.title,
-        "kind": model.kind,
-        "license": model.license,
-        "repositories": [part.repository for part in model.parts],
-        "here": folder.is_dir(),
-        "bytes": bytes_in(folder) if folder.is_dir() else model.size,
-    }
-
-
-def _enhancer(model: PublishedEnhancer, weights_dir: Path) -> dict[str, Any]:
-    folder = folder_of_enhancer(model.name, weights_dir)
+def _helper(model: PublishedHelper, weights_dir: Path) -> dict[str, Any]:
+    folder = folder_of_helper(model, weights_dir)
     return {
         "name": model.name,
         "title": model.title,
         "license": model.license,
-        "repositories": [model.repository],
+        "repositories": model.repositories,
         "here": folder.is_dir(),
         "bytes": bytes_in(folder) if folder.is_dir() else model.size,
     }

@@ -51,6 +51,11 @@ def literal(prompt: str) -> str:
     return prompt.replace("{", "\\{").replace("}", "\\}").replace("__", "\\__")
 
 
+def as_written(prompt: str) -> str:
+    """Return how to write a prompt in a request, so that it is not read as a template."""
+    return literal(prompt) if is_template(prompt) else prompt
+
+
 class _Expansion:
     """One pass over a template, from left to right; each choice takes the generator's next number."""
 

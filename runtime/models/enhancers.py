@@ -40,6 +40,11 @@ class PublishedEnhancer:
     size: int
 
     @property
+    def repositories(self) -> list[str]:
+        """Those that its parts are downloaded from."""
+        return [self.repository]
+
+    @property
     def names(self) -> frozenset[str]:
         """All names that mean it, in lower case."""
         return frozenset({self.name, self.repository.lower()})

@@ -66,6 +66,11 @@ class PublishedPreprocessor:
     about: str
 
     @property
+    def repositories(self) -> list[str]:
+        """Those that its parts are downloaded from."""
+        return [part.repository for part in self.parts]
+
+    @property
     def names(self) -> frozenset[str]:
         """All names that mean it, in lower case."""
         return frozenset({self.name, self.parts[0].repository.lower()})

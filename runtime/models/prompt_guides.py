@@ -44,7 +44,7 @@ _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f][\"'\u201d)\]]*(?=\s|$)|[\u3
 
 
 class PromptGuide(NamedTuple):
-    """What a chat model is told of a family's prompts, besides the rules that hold for all.
+    """Instructions for a chat model about a family's prompts, besides the rules that hold for all.
 
     Attributes:
         video: what a prompt should describe, in sentences.

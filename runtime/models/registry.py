@@ -356,7 +356,7 @@ class Family(Protocol):
 
     @property
     def prompt_guide(self) -> PromptGuide:
-        """What a chat model is told that enhances prompts for its models; general rules by default."""
+        """Instructions for a chat model that enhances prompts for its models; general ones by default."""
         return PromptGuide()
 
     def read_spec(self, directory: Path, name: str) -> ModelSpec:

@@ -196,6 +196,7 @@ class WeightFiles:
         config: arguments of the class in diffusers.
         weights: by the names of the class.
         title: the format, for people.
+        in_int8: whether kernels multiply some weights as whole numbers of 8 bits.
         packed_weights, packed_bytes: number and bytes of the weights that stay quantized in memory, and the bytes of
             LoRAs that are added to them.
     """
@@ -206,11 +207,7 @@ class WeightFiles:
     title: str
     packed_weights: int
     packed_bytes: int
-
-    @property
-    def in_int8(self) -> bool:
-        """Whether kernels multiply some weights as whole numbers of 8 bits."""
-        return any(in_int8(weight.kind, weight.rotated) for weight in self.weights.values())
+    in_int8: bool = False
 
     @property
     def parameters(self) -> int:
@@ -236,6 +233,7 @@ class WeightFiles:
             title=_title(weights),
             packed_weights=sum(weight.elements for weight in packed),
             packed_bytes=sum(weight.nbytes for weight in packed),
+            in_int8=any(in_int8(weight.kind, weight.rotated) for weight in packed),
         )
 
 

@@ -75,8 +75,8 @@ class EnhancerRequest:
         if not expanded and is_template(text):
             raise InvalidRequestError("prompt", "enhancer.template")
         tokens, guide = spec.max_sequence_length, family_of(spec.family).prompt_guide
-        told = instructions(guide, tokens, read_vocabulary(spec.directory), from_image=from_image)
-        return cls(text, told, most_characters(tokens))
+        system_prompt = instructions(guide, tokens, read_vocabulary(spec.directory), from_image=from_image)
+        return cls(text, system_prompt, most_characters(tokens))
 
     @classmethod
     def of_video(cls, request: GenerationRequest, spec: ModelSpec) -> "EnhancerRequest":
@@ -115,11 +115,6 @@ def with_enhanced(request: GenerationRequest, prompt: str) -> GenerationRequest:
     """Return a request with an enhanced prompt, which stands as it is, and the prompt that it was made of."""
     template = request.template or (literal(prompt) if is_template(prompt) else None)
     return request.replace(prompt=prompt, template=template, original_prompt=request.prompt)
-
-
-def as_written(prompt: str) -> str:
-    """Return how to write an enhanced prompt in a request, where a template would be another prompt."""
-    return literal(prompt) if is_template(prompt) else prompt
 
 
 @dataclass(frozen=True)
@@ -271,9 +266,9 @@ class Enhancements:
         """
         running = [one for one in self._all if one.progress().state == "running"]
         self._all = [*[one for one in self._all if one not in running][-_MOST_KEPT:], *running]
-        own = sum(one.owner == owner for one in running)
-        if own >= _MOST_OPEN or len(running) >= _MOST_OPEN_ALL:
-            raise LimitError("enhancer.busy", maximum=_MOST_OPEN if own >= _MOST_OPEN else _MOST_OPEN_ALL)
+        of_owner = sum(one.owner == owner for one in running)
+        if of_owner >= _MOST_OPEN or len(running) >= _MOST_OPEN_ALL:
+            raise LimitError("enhancer.busy", maximum=_MOST_OPEN if of_owner >= _MOST_OPEN else _MOST_OPEN_ALL)
         times = self._times.setdefault(owner, deque())
         while times and times[0] <= now - _HOUR_SECONDS:
             times.popleft()

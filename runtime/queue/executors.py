@@ -240,26 +240,29 @@ class _Task:
         work = work_of(self._run.record)
         match work:
             case BuildEngines():
-                return self._build(work)
+                result = self._build(work)
             case CompileCode():
                 self._report(Fact("task.compiling"), None)
-                return self.compile_code(GenerationRequest.from_mapping(work.request), self._cancel)
+                result = self.compile_code(GenerationRequest.from_mapping(work.request), self._cancel)
             case InspectEngine():
-                return self._inspect(work)
+                result = self._inspect(work)
             case ImportEngine():
-                return self._import(work)
+                result = self._import(work)
             case VerifyEngine():
-                return self._verify(work)
+                result = self._verify(work)
             case DeleteEngine():
-                return self._delete(work)
-            case DecodeLatents() | EnhancePrompt():
-                return self._decode(work) if isinstance(work, DecodeLatents) else self._enhance(work)
+                result = self._delete(work)
+            case DecodeLatents():
+                result = self._decode(work)
+            case EnhancePrompt():
+                result = self._enhance(work)
             case PruneEngines():
                 # Engines that stay loaded for the next video may be deleted too.
                 self.free()
                 pruned = self.engines.store.prune(work.max_bytes)
                 code = "task.pruned" if pruned.enough else "task.pruned_in_part"
-                return Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
+                result = Fact(code, {"count": len(pruned.deleted), "left": pruned.total_bytes})
+        return result
 
     def _build(self, work: BuildEngines) -> Fact:
         self._report(Fact("task.looking"), None)

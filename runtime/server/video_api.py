@@ -59,6 +59,7 @@ from runtime.core.images import PREFIX, InputFile, field_of
 from runtime.core.plan import ExecutionPlan, plain_output
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import LOOPBACK, Settings
+from runtime.core.templates import as_written
 from runtime.machine.probe import free_disk_bytes
 from runtime.models.catalogue import add_usable, check_offered, offered
 from runtime.models.images import keep_image
@@ -68,7 +69,7 @@ from runtime.models.spec import ModelSpec
 from runtime.models.videos import keep_picture, keep_video
 from runtime.models.wildcards import with_prompt
 from runtime.pipeline.files import POSTER, PREVIEW, clip_of
-from runtime.queue.enhancing import Enhancements, EnhancerRequest, as_written, with_enhanced
+from runtime.queue.enhancing import Enhancements, EnhancerRequest, with_enhanced
 from runtime.queue.job_queue import JobQueue
 from runtime.queue.records import JobRecord
 from runtime.queue.sheets import sheet_png

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.core.templates import as_written
 from runtime.models.spec import ModelSpec
-from runtime.queue.enhancing import Enhancements, EnhancerRequest, as_written
+from runtime.queue.enhancing import Enhancements, EnhancerRequest
 from runtime.ui import form
 from runtime.ui.formatting import page_text, paragraph
 from runtime.ui.panels import Call, Reply, unknown_action

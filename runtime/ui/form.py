@@ -26,7 +26,7 @@ from runtime.core.request import (
     GenerationRequest,
 )
 from runtime.core.request_fields import AUTO, Number, VideoFile
-from runtime.core.templates import is_template, literal
+from runtime.core.templates import as_written
 from runtime.core.units import counted
 from runtime.models.catalogue import check_offered, published
 from runtime.models.folder import read_vocabulary
@@ -413,7 +413,7 @@ def as_typed(stored: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value for name, value in stored.items() if name != TEMPLATE}
     template, prompt = stored.get(TEMPLATE), stored.get("prompt")
     if template and stored.get(ORIGINAL) and isinstance(prompt, str):
-        template = literal(prompt) if is_template(prompt) else prompt
+        template = as_written(prompt)
     return values | ({"prompt": template} if isinstance(template, str) and template else {})
 
 

@@ -215,7 +215,7 @@ class ModelsPanel:
 
     def _repository(self, target: str) -> str:
         """Return the name to download: of a published model, or the repository of a card."""
-        if published_helper(target) is not None or known_variant(target) is not None:
+        if _names_folder(target):
             return target
         model = _known(target)
         if model is not None:
@@ -232,7 +232,7 @@ class ModelsPanel:
     def _folder(self, target: str) -> str:
         """Return the folder of a card's model."""
         model = _known(target)
-        if published_helper(target) is not None or known_variant(target) is not None:
+        if _names_folder(target):
             return target
         if model is None and self._tasks.of(target) is None and target not in partial_downloads(self._weights_dir):
             raise unknown_action()
@@ -574,6 +574,11 @@ def _size(path: Path) -> int:
 def _in_folder(weights_dir: Path, name: str) -> bool:
     """Return whether a folder of that name is in the weights folder."""
     return Path(name).name == name and (weights_dir / name).is_dir()
+
+
+def _names_folder(target: str) -> bool:
+    """Return whether a card's target is the name to download and of the folder: of variants, and of no video models."""
+    return published_helper(target) is not None or known_variant(target) is not None
 
 
 def _known(target: str) -> KnownModel | None:

@@ -1,6 +1,5 @@
 """What the setting names: chat models in folders, published ones, damaged ones, downloads; chat servers."""
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from runtime.models.hub.files import verify
 from tests.chat_models import ChatServer, chat_server, save_chat_model
 from tests.models.hub import Repository, of_folder, served
 from tests.models.test_download import QUICK
+from tests.preprocessor_files import configured, pickle_weights, truncate_weights
 
 MESSAGES = [{"role": "user", "content": "a red boat"}]
 SERVER = "http://127.0.0.1:9/v1"
@@ -96,28 +96,9 @@ def test_an_address_that_is_none_is_refused_without_its_text(address: str, tmp_p
     assert caught.value.code == "settings.not_a_word" and "cret" not in str(caught.value.fact)
 
 
-def configured(file: str, **values: Any) -> Callable[[Path], None]:
-    """Return a function that changes values of a file in a folder."""
-
-    def change(folder: Path) -> None:
-        content = json.loads((folder / file).read_text()) | values
-        (folder / file).write_text(json.dumps(content))
-
-    return change
-
-
-def _pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def _truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "pickled": (_pickle, "model.pickled"),
-    "truncated": (_truncate, "model.file_damaged"),
+    "pickled": (pickle_weights, "model.pickled"),
+    "truncated": (truncate_weights, "model.file_damaged"),
     "without configuration": (lambda folder: (folder / "config.json").unlink(), "model.file_missing"),
     "without tokenizer": (lambda folder: (folder / "tokenizer_config.json").unlink(), "model.file_missing"),
     "without template": (lambda folder: (folder / "chat_template.jinja").unlink(), "enhancer.no_chat_template"),

@@ -24,7 +24,7 @@ from runtime.models.preprocessors import (
 )
 from tests.models.hub import LoopbackHub, Repository, served
 from tests.models.test_download import QUICK
-from tests.preprocessor_files import configured, save_depth, save_pose
+from tests.preprocessor_files import configured, pickle_weights, save_depth, save_pose, truncate_weights
 
 _BY_KIND: dict[str, Callable[[Path], Path]] = {DEPTH: save_depth, POSE: save_pose}
 
@@ -61,19 +61,9 @@ def test_a_folder_of_another_name_is_used_if_there_is_no_published_one(tmp_path:
     assert (use.title, use.license) == (PUBLISHED[0].title, "Apache-2.0")
 
 
-def _pickle(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-
-
-def _truncate(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "pickled": (_pickle, "model.pickled"),
-    "truncated": (_truncate, "model.file_damaged"),
+    "pickled": (pickle_weights, "model.pickled"),
+    "truncated": (truncate_weights, "model.file_damaged"),
     "without weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.weights_missing"),
     "without processor": (lambda folder: (folder / "preprocessor_config.json").unlink(), "model.file_missing"),
     "metric": (configured("config.json", depth_estimation_type="metric"), "model.config_invalid"),

@@ -1,4 +1,4 @@
-"""What a chat model is told of each family, and the prompt that is taken of its answer."""
+"""The instructions for a chat model by family, and the prompt in its answer."""
 
 import pytest
 

@@ -8,10 +8,11 @@ import pytest
 from runtime.core.errors import EnhancerError, InvalidRequestError, LimitError
 from runtime.core.request import GenerationRequest
 from runtime.core.settings import Settings
+from runtime.core.templates import as_written
 from runtime.engines.service import EngineService
 from runtime.models.spec import ModelSpec
 from runtime.models.wildcards import with_prompt
-from runtime.queue.enhancing import Enhancement, Enhancements, EnhancerRequest, Progress, as_written, with_enhanced
+from runtime.queue.enhancing import Enhancement, Enhancements, EnhancerRequest, Progress, with_enhanced
 from runtime.queue.job_planning import continuation
 from runtime.queue.job_queue import JobQueue, combined
 from tests.chat_models import ANSWER, ChatServer, chat_server, save_chat_model

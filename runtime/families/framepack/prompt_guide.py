@@ -1,4 +1,4 @@
-"""What a chat model is told that enhances prompts for FramePack.
+"""Instructions for a chat model that enhances prompts for FramePack.
 
 It follows the advice of its authors. Source: the README of https://github.com/lllyasviel/FramePack.
 """

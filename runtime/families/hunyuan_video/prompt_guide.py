@@ -1,4 +1,4 @@
-"""What a chat model is told that enhances prompts for HunyuanVideo.
+"""Instructions for a chat model that enhances prompts for HunyuanVideo.
 
 The order is that of the captions with which HunyuanVideo was trained. Source: HunyuanVideo: A Systematic Framework For
 Large Video Generative Models, section 3.2, https://arxiv.org/abs/2412.03603.

@@ -1,4 +1,4 @@
-"""What a chat model is told that enhances prompts for LTX-2.
+"""Instructions for a chat model that enhances prompts for LTX-2.
 
 The rules are those of the authors' own prompts for this, in other words. Source: diffusers, pipelines/ltx2/utils.py,
 Apache-2.0.

@@ -975,7 +975,7 @@ class PyTorchStreamDenoiser(StepCaching):
         self._keeps_text = speed.text_kept and not _modulates_text(self._module)
         self._graphed = None
         if speed.graphed:
-            kernels = speed.attention, speed.fused, speed.text_kept
+            kernels = speed.attention, speed.fused, speed.text_kept, speed.nag
             recorded = self._recorded.setdefault(kernels, set())
             self._graphed = CudaGraphRunner(
                 self._predict, report("graphed"), _GRAPHS, shares_memory=True, recorded=recorded

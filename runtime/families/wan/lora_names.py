@@ -99,7 +99,7 @@ DISTILLED = DistilledNames(
 )
 # Whole models. Guidance alone may be distilled, and lightx2v repackages others' models, too.
 DISTILLED_MODELS = DistilledNames(
-    {**_STEPS, re.compile(r"lightning|step[\s_-]?distill|accvid|turbo", re.IGNORECASE): 4}, {}, _LEVELS
+    {**_STEPS, re.compile(r"lightning|step[\s_-]?distill|accvid|turbo", re.IGNORECASE): 4}, {}
 )
 
 

@@ -1,4 +1,4 @@
-"""What a chat model is told that enhances prompts for Wan models.
+"""Instructions for a chat model that enhances prompts for Wan models.
 
 The rules are those of the authors' own prompt extension, in other words. Source: wan/utils/prompt_extend.py of
 https://github.com/Wan-Video/Wan2.1, Apache-2.0.

@@ -23,12 +23,7 @@ from runtime.core.facts import Fact, render
 from runtime.core.locks import held
 from runtime.core.units import byte_size, duration
 from runtime.models.catalogue import KnownVariant, folders, known_as, known_variant, read_model
-from runtime.models.enhancers import (
-    ENHANCERS,
-    check_download,
-    part_of,
-    published_enhancer,
-)
+from runtime.models.enhancers import ENHANCERS, check_download, part_of, published_enhancer
 from runtime.models.hub.client import Hub, RevisionError, check_repository
 from runtime.models.hub.files import (
     MANIFEST,
@@ -664,6 +659,6 @@ def _exclusive(weights_dir: Path, name: str) -> Iterator[None]:
 
 def downloaded(weights_dir: Path) -> list[Path]:
     """Return the folders of downloaded models, then of those that make control frames, then of chat models."""
-    others = [folder_of_preprocessor(model.name, weights_dir) for model in PUBLISHED]
-    others += sorted((weights_dir / ENHANCERS).glob("[!.]*"))
-    return [folder for folder in (*folders(weights_dir).values(), *others) if (folder / MANIFEST).is_file()]
+    helper_folders = [folder_of_preprocessor(model.name, weights_dir) for model in PUBLISHED]
+    helper_folders += sorted((weights_dir / ENHANCERS).glob("[!.]*"))
+    return [folder for folder in (*folders(weights_dir).values(), *helper_folders) if (folder / MANIFEST).is_file()]

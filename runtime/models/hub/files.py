@@ -209,9 +209,12 @@ def _is_loaded(path: str, paths: Collection[str]) -> bool:
     component, _, name = path.partition("/")
     if not _NAME.fullmatch(name):
         return False
-    of_tokenizer = name.endswith(_TOKENIZER_SUFFIXES) and not name.endswith(".index.json")
-    if component in _TOKENIZERS or (component == CHAT_MODEL and of_tokenizer):  # a chat model has both in one folder
-        return name.endswith(_TOKENIZER_SUFFIXES)
+    of_tokenizer = name.endswith(_TOKENIZER_SUFFIXES)
+    if component in _TOKENIZERS:
+        return of_tokenizer
+    # A chat model has its tokenizer in the same folder.
+    if component == CHAT_MODEL and of_tokenizer and not name.endswith(".index.json"):
+        return True
     if component not in (*_SETTINGS, *_WITH_WEIGHTS):
         return False
     if name.endswith(".json"):
