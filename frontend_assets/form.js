@@ -300,13 +300,20 @@
     $("#show").click();
   };
   document.addEventListener("input", ({ target }) => {
+    if (target === unmarked?.input) unmarked = null;
     if (!marked || target !== marked.input) return;
     tandem.unmark();
     // No plan judges what is typed there.
     if (target.closest("#field-prompt, #field-negative_prompt")) endRefusal();
   });
   tandem.marked = (input) => marked?.input === input ? ` ${marked.line.id}` : "";
-  // The plan names the field too, but not while it is being typed.
+  // The plan names the field too, but not while it is being typed: then the error is shown when the field is left.
+  let unmarked = null;
+  document.addEventListener("focusout", ({ target }) => {
+    if (target !== unmarked?.input) return;
+    tandem.mark(unmarked.field, unmarked.problem, true);
+    unmarked = null;
+  });
   tandem.planned = ({ field, problem, size, control }) => {
     tandem.plannedSize(size ?? null);
     tandem.plannedControl(control ?? null);
@@ -315,7 +322,9 @@
     document.body.classList.toggle("unplannable", Boolean(problem));
     if (recovery) endRefusal();
     const input = field && fieldOf(field);
+    unmarked = null;
     if (input && (input.type === "file" || document.activeElement !== input)) tandem.mark(field, problem, true);
+    else if (input) unmarked = { input, field, problem };
     else if (!field && marked && marked.input.closest("#columns, .popover") && !$("#status .status[data-state=failed]")) tandem.unmark();
   };
 

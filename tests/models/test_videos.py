@@ -155,7 +155,8 @@ def test_files_that_cannot_be_used(source: Path, tmp_path: Path, subtests: pytes
 
 @pytest.mark.slow
 def test_reading_is_cancelled_and_limited(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = make(tmp_path / "long.mkv", *H264, inputs=("-f", "lavfi", "-i", "testsrc=size=640x480:rate=30:duration=90"))
+    one_color = ("-f", "lavfi", "-i", "color=size=640x480:rate=30:duration=90")  # which is encoded in a second
+    long = make(tmp_path / "long.mkv", *H264, "-preset", "ultrafast", inputs=one_color)
     info, cancel = reader.read_info(long), Cancel()
     timer = threading.Timer(0.3, cancel.request)
     timer.start()
