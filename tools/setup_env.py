@@ -485,8 +485,12 @@ def has_rtx_gpu() -> bool:
 
 
 def compile_packages() -> None:
-    """Compile the packages on all cores; pip would do it on one. What no Python can compile is left as it is."""
-    command = [str(PYTHON), "-I", "-m", "compileall", "-q", "-j", "0", str(site_packages())]
+    """Compile the packages on all cores, without their tests; pip would do it on one.
+
+    What no Python can compile is left as it is.
+    """
+    options = ["-q", "-j", "0", "-x", r"site-packages[/\\].*[/\\]tests[/\\]"]
+    command = [str(PYTHON), "-I", "-m", "compileall", *options, str(site_packages())]
     # As pip, it holds the lock.
     subprocess.run(
         command,
