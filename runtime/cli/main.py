@@ -99,7 +99,9 @@ LosslessSound = Annotated[
     bool, typer.Option("--lossless-sound", help="Encode sound without loss, where the format can.")
 ]
 # Of commands that make a video of a file.
-VideoOut = Annotated[OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")]
+VideoOut = Annotated[
+    OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in outputs in the cache folder]")
+]
 VideoCrf = Annotated[
     int | None, typer.Option(metavar="N", help="H.264 constant rate factor. [default: 17; 10 for small videos]")
 ]
@@ -345,7 +347,7 @@ def decode(
         typer.Option(metavar="NAME|DIR", help="The model whose decoder made or takes them. [default: TANDEM_MODEL]"),
     ] = None,
     out: Annotated[
-        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in Cache/outputs]")
+        OptionalText, typer.Option(metavar="FILE.mp4", help="The video. [default: in outputs in the cache folder]")
     ] = None,
     fps: Annotated[int | None, typer.Option(metavar="N", help="Frames per second. [default: the model's]")] = None,
     channels: Annotated[
@@ -644,7 +646,8 @@ def jobs_extend(
     changes: Flags,
     job: JobId,
     out: Annotated[
-        OptionalText, typer.Option(metavar="FILE.mp4", help="The longer video. [default: in Cache/outputs]")
+        OptionalText,
+        typer.Option(metavar="FILE.mp4", help="The longer video. [default: in outputs in the cache folder]"),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before a video that takes hours.")] = False,
     as_json: JsonFlag = False,
@@ -688,7 +691,9 @@ def jobs_export(
     ] = None,
     out: Annotated[
         OptionalText,
-        typer.Option(metavar="FILE", help="The file; for png a new folder or a .zip. [default: in Cache/outputs]"),
+        typer.Option(
+            metavar="FILE", help="The file; for png a new folder or a .zip. [default: in outputs in the cache folder]"
+        ),
     ] = None,
     start: Annotated[float | None, typer.Option(metavar="SECONDS", help="Where the part starts. [default: 0]")] = None,
     end: Annotated[
@@ -722,7 +727,9 @@ def jobs_join(
         OptionalText,
         typer.Option("--format", metavar="NAME", help="A format of docs/export.md. [default: that of --out]"),
     ] = None,
-    out: Annotated[OptionalText, typer.Option(metavar="FILE", help="The file. [default: in Cache/outputs]")] = None,
+    out: Annotated[
+        OptionalText, typer.Option(metavar="FILE", help="The file. [default: in outputs in the cache folder]")
+    ] = None,
     lossless_sound: LosslessSound = False,
 ) -> Outcome:
     """Join videos of one size and frame rate into one."""

@@ -47,7 +47,7 @@ MESSAGES: Mapping[str, Message] = {
     "cli.nothing_saved": Message("Cancelled. No video was saved."),
     "cli.out_unreadable": Message("{field:setting} is empty or unreadable.", "Give a file name that ends in .mp4."),
     "cli.out_of_several": Message(
-        "{field:setting} is for one video.", "Leave it out: several videos are saved in Cache/outputs."
+        "{field:setting} is for one video.", "Leave it out: several videos are saved in outputs in the cache folder."
     ),
     "cli.prompt_and_list": Message("There are a prompt and a list of prompts.", "Leave out PROMPT or --prompts."),
     "cli.image_and_folder": Message("There are an image and a folder of images.", "Leave out --image or --images-of."),

@@ -54,21 +54,22 @@ MESSAGES: Mapping[str, Message] = {
     "request.grid_repeated": Message("The grid varies {field} twice.", "Give all of its values at once."),
     "request.template_too_deep": Message(
         "The prompt has choices within choices, more than {most} deep, or too many: {part}.",
-        "Nest fewer choices, and remove a list that leads back to itself from Cache/wildcards.",
+        "Nest fewer choices, and remove a list that leads back to itself from wildcards in the cache folder.",
     ),
     "request.template_count": Message(
         "The prompt asks for {count} of {options} options.", "Give a number from 1 to {options} before $$."
     ),
     "request.list_missing": Message(
         "There is no list {name}.",
-        "Create Cache/{folder}/{name}.txt with an entry in each line, or write \\__{name}__ for the text itself.",
+        "Create {folder}/{name}.txt in the cache folder, an entry in each line, or write \\__{name}__ for the text.",
     ),
     "request.list_unreadable": Message(
-        "The list {name} cannot be read.", "Save Cache/{folder}/{name}.txt as UTF-8 text that you may read."
+        "The list {name} cannot be read.",
+        "Save {folder}/{name}.txt in the cache folder as UTF-8 text that you may read.",
     ),
     "request.list_too_large": Message("The list {name} is larger than {maximum:bytes}.", "Shorten it."),
     "request.list_empty": Message(
-        "The list {name} has no entries.", "Write one into each line of Cache/{folder}/{name}.txt."
+        "The list {name} has no entries.", "Write one into each line of {folder}/{name}.txt in the cache folder."
     ),
     "request.control_character": Message(
         "{field:setting} contains the control character {character}.", "Remove it, or type the text again."
@@ -78,7 +79,7 @@ MESSAGES: Mapping[str, Message] = {
     ),
     "request.upscaler_name": Message(
         "{value} is not the name of an upscaler.",
-        "Give a name from `{tandem} models list`; put files into Cache/weights/upscalers.",
+        "Give a name from `{tandem} models list`; put files into weights/upscalers in the cache folder.",
     ),
     "request.not_whole": Message(
         "{field:setting} is {value}, not a whole number.", "Give a number from {low:.16g} to {high:.16g}, or auto."
