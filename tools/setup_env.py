@@ -48,7 +48,7 @@ LOCK = ROOT / ".install.lock"  # not in .venv, which may be deleted while the lo
 
 # Tests often wait for child processes and for the browser: four processes keep two cores busy. Each runs neighbouring
 # tests, which share fixtures, and takes over tests of another process when it has none left.
-_PARALLEL = ("--numprocesses=4", "--dist=worksteal")
+_PARALLEL = ("--numprocesses=3", "--dist=worksteal")
 NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 # Only these of Python's variables reach setting up and the program: others name another Python's modules or folders, or
 # end it at once. install.sh drops them before it starts this file.

@@ -87,7 +87,7 @@ def test_changed_requirements_are_installed(repo: Repo) -> None:
 @pytest.mark.slow
 def test_test_installs_the_test_tools_and_runs_pytest_in_the_repository(repo: Repo, tmp_path: Path) -> None:
     done = repo.run("test", "--all", "-k", "a b", cwd=tmp_path)
-    parallel = ["--numprocesses=4", "--dist=worksteal"]
+    parallel = ["--numprocesses=3", "--dist=worksteal"]
     assert report(done) == {
         "pytest": [*parallel, "--all", "-k", "a b"],
         "cwd": str(repo.root),
